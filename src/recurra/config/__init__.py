@@ -1,0 +1,1 @@
+"""Settings, frozen and resolved once. Read by the faces and the engine only."""

@@ -1,0 +1,76 @@
+"""The operators: one frozen table of callables, built once for a device.
+
+>>> ops = build(detect("cpu"))
+>>> y = ops.rms_norm(x, weight, 1e-5)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from recurra.device import Device
+from recurra.errors import ConfigError
+from recurra.ops.conv1d import CausalConv1dUpdate, CausalConv1dVarlen
+from recurra.ops.decode_stack import BuildDecodeStack
+from recurra.ops.linear import Linear
+from recurra.ops.norm import RMSNorm, RMSNormGated
+from recurra.ops.registry import BACKENDS, OPERATORS, Choice, choose, refusal
+from recurra.ops.ssm import SelectiveScanVarlen, SelectiveStateUpdate, SSDVarlen
+
+__all__ = ["BACKENDS", "Choice", "Ops", "build"]
+
+
+@dataclass(frozen=True, slots=True)
+class Ops:
+    """The operators of one device. ``choices`` says which backend serves each, and why."""
+
+    linear: Linear
+    rms_norm: RMSNorm
+    rms_norm_gated: RMSNormGated
+    causal_conv1d_varlen: CausalConv1dVarlen
+    causal_conv1d_update: CausalConv1dUpdate
+    selective_scan_varlen: SelectiveScanVarlen
+    mamba_chunk_scan_varlen: SSDVarlen
+    selective_state_update: SelectiveStateUpdate
+    build_decode_stack: BuildDecodeStack | None
+    choices: tuple[Choice, ...]
+
+
+def _order(requested: str | None) -> tuple[str, ...]:
+    """Preference with the requested backend first; asking for the reference means it alone."""
+    if requested is None:
+        return BACKENDS
+    if requested == "reference":
+        return ("reference",)
+    return (requested, *(b for b in BACKENDS if b != requested))
+
+
+def build(device: Device, backend: str | None = None, prefill_backend: str | None = None) -> Ops:
+    """Choose every operator once.
+
+    Args:
+        device: where the tensors live.
+        backend: ask for one backend; operators it lacks go to the next in :data:`BACKENDS`.
+        prefill_backend: the same for the prefill scans; None follows ``backend``.
+
+    Raises:
+        ConfigError: the backend asked for can't run on this device.
+    """
+    for setting, value in (("backend", backend), ("prefill_backend", prefill_backend)):
+        if value is None:
+            continue
+        if value not in BACKENDS:
+            raise ConfigError(setting, value, "unknown.", f"Valid: {', '.join(BACKENDS)}.")
+        reason = refusal(value, device)
+        if reason is not None:
+            usable = [b for b in BACKENDS if refusal(b, device) is None]
+            raise ConfigError(setting, value, f"{reason}.", f"Usable here: {', '.join(usable)}.")
+    decode_order, prefill_order = _order(backend), _order(prefill_backend or backend)
+    choices, table = [], {}
+    for operator in OPERATORS:
+        order = prefill_order if operator.prefill else decode_order
+        choice, function = choose(operator, device, order)
+        assert function is not None or operator.optional, choice
+        choices.append(choice)
+        table[operator.name] = function
+    return Ops(**table, choices=tuple(choices))  # type: ignore[arg-type]

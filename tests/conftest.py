@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -23,12 +23,12 @@ def _poisoning(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Ten
 
 
 @pytest.fixture(autouse=True)
-def _poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Uninitialised memory holds NaN (or absurd integers), so that reading it shows."""
     for name in ("empty", "empty_like", "empty_strided"):
         monkeypatch.setattr(torch, name, _poisoning(getattr(torch, name)))
     monkeypatch.setattr(torch.Tensor, "new_empty", _poisoning(torch.Tensor.new_empty))
-    yield
+    return
 
 
 @pytest.fixture(autouse=True)

@@ -73,9 +73,7 @@ def detect(device: str = "auto", num_threads: int | None = None) -> Device:
     if kind == "auto":
         kind = "cuda" if torch.cuda.is_available() else "cpu"
     if kind not in ("cpu", "cuda") or (number and not number.isdigit()):
-        raise ConfigError(
-            "device", device, "not a device.", 'Use "auto", "cpu", "cuda" or "cuda:0".'
-        )
+        raise ConfigError("device", device, "not a device.", 'Use "auto", "cpu", "cuda" or "cuda:0".')
     if kind == "cuda" and not torch.cuda.is_available():
         raise ConfigError(
             "device",
@@ -85,9 +83,7 @@ def detect(device: str = "auto", num_threads: int | None = None) -> Device:
         )
     index = int(number or 0)
     if kind == "cuda" and index >= torch.cuda.device_count():
-        raise ConfigError(
-            "device", device, f"there are {torch.cuda.device_count()} GPUs.", 'Use "cuda:0".'
-        )
+        raise ConfigError("device", device, f"there are {torch.cuda.device_count()} GPUs.", 'Use "cuda:0".')
     threads = num_threads or int(environment("NUM_THREADS", "0")) or available_cpus()
     return Device(
         type=kind,

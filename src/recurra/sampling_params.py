@@ -70,10 +70,7 @@ class SamplingParams:
         object.__setattr__(self, "stop", stop)
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
         object.__setattr__(self, "bad_words", tuple(self.bad_words or ()))
-        bias = {
-            int(k): min(100.0, max(-100.0, float(v)))
-            for k, v in dict(self.logit_bias or {}).items()
-        }
+        bias = {int(k): min(100.0, max(-100.0, float(v))) for k, v in dict(self.logit_bias or {}).items()}
         object.__setattr__(self, "logit_bias", bias)
         _require(1 <= self.n <= 1024, "n", self.n, "from 1 to 1024")
         _require(0.0 <= self.temperature <= 100.0, "temperature", self.temperature, "from 0 to 100")
@@ -100,8 +97,7 @@ class SamplingParams:
             "at least 0",
         )
         _require(
-            0 <= self.min_tokens
-            and (self.max_tokens is None or self.min_tokens <= self.max_tokens),
+            0 <= self.min_tokens and (self.max_tokens is None or self.min_tokens <= self.max_tokens),
             "min_tokens",
             self.min_tokens,
             "from 0 to max_tokens",

@@ -30,9 +30,7 @@ class StatePool:
         self.specs = specs
         self.num_slots = num_slots
         self.bytes_per_slot = slot_bytes(specs)
-        self.rows = torch.zeros(
-            num_slots + 1, self.bytes_per_slot, dtype=torch.uint8, device=device
-        )
+        self.rows = torch.zeros(num_slots + 1, self.bytes_per_slot, dtype=torch.uint8, device=device)
         self.layers: tuple[ConvSSM, ...] = self._views()
 
     def _views(self) -> tuple[ConvSSM, ...]:
@@ -47,7 +45,7 @@ class StatePool:
 
     def _view(self, spec: TensorSpec, offset: int) -> Tensor:
         flat = self.rows[:, offset : offset + spec.nbytes].view(spec.dtype)
-        return flat.unflatten(1, spec.shape)
+        return flat.view(flat.shape[0], *spec.shape)
 
     def reset(self, slot: int) -> None:
         """Fill a slot with zeros, the state before any token."""

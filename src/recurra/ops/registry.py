@@ -59,9 +59,7 @@ def refusal(backend: str, device: Device) -> str | None:
         if not device.has_triton:
             return "triton is not installed"
         if not on_gpu and not device.triton_interpreter:
-            return (
-                f"triton has no {device.type} target (set TRITON_INTERPRET=1 to interpret, slowly)"
-            )
+            return f"triton has no {device.type} target (set TRITON_INTERPRET=1 to interpret, slowly)"
     if backend == "flashinfer":
         return "not offered yet"
     if backend == "cpu":

@@ -37,9 +37,7 @@ def causal_conv1d_varlen(
         if begin == end:
             continue
         window = (
-            conv_state[slot].to(dtype)
-            if has_state[s]
-            else x.new_zeros(x.shape[1], width - 1, dtype=dtype)
+            conv_state[slot].to(dtype) if has_state[s] else x.new_zeros(x.shape[1], width - 1, dtype=dtype)
         )
         u = torch.cat([window, x[begin:end].to(dtype).T], dim=1)  # (channels, W - 1 + length)
         y = (u.unfold(1, width, 1) * weight.to(dtype)[:, None, :]).sum(-1)

@@ -30,9 +30,7 @@ class Mamba1Weights:
     D: Tensor  # (channels,)
     out_proj: Tensor  # (hidden, channels)
     out_proj_bias: Tensor | None
-    bcdt_norm_eps: (
-        float | None
-    )  # FalconMamba's norms without weights on B, C and dt; None: no norms
+    bcdt_norm_eps: float | None  # FalconMamba's norms without weights on B, C and dt; None: no norms
 
 
 @dataclass(frozen=True, slots=True)

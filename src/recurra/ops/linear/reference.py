@@ -10,6 +10,4 @@ from torch import Tensor
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """See :class:`recurra.ops.linear.Linear`."""
     dtype = torch.float64 if torch.float64 in (x.dtype, weight.dtype) else torch.float32
-    return F.linear(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)).to(
-        x.dtype
-    )
+    return F.linear(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)).to(x.dtype)

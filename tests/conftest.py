@@ -28,7 +28,6 @@ def _poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("empty", "empty_like", "empty_strided"):
         monkeypatch.setattr(torch, name, _poisoning(getattr(torch, name)))
     monkeypatch.setattr(torch.Tensor, "new_empty", _poisoning(torch.Tensor.new_empty))
-    return
 
 
 @pytest.fixture(autouse=True)

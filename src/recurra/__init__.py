@@ -17,7 +17,17 @@ _LAZY = {
     "Logprob": "recurra.types",
     "SamplingParams": "recurra.sampling_params",
 }
-__all__ = ["__version__", *_LAZY]
+__all__ = [
+    "LLM",
+    "CompletionOutput",
+    "LLMEngine",
+    "Logprob",
+    "MambaBackendEnum",
+    "MambaConfig",
+    "RequestOutput",
+    "SamplingParams",
+    "__version__",
+]
 
 if TYPE_CHECKING:
     from recurra.config.mamba import MambaBackendEnum, MambaConfig

@@ -97,7 +97,7 @@ class SamplingParams:
             "at least 0",
         )
         _require(
-            0 <= self.min_tokens and (self.max_tokens is None or self.min_tokens <= self.max_tokens),
+            self.min_tokens >= 0 and (self.max_tokens is None or self.min_tokens <= self.max_tokens),
             "min_tokens",
             self.min_tokens,
             "from 0 to max_tokens",

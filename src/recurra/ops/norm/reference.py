@@ -32,8 +32,8 @@ def rms_norm_gated(
     gate = None if z is None else F.silu(z.to(wide.dtype))
     if gate is not None and not norm_before_gate:
         wide = wide * gate
-    grouped = wide.unflatten(-1, (-1, group_size))
-    y = (grouped * torch.rsqrt(grouped.square().mean(-1, keepdim=True) + eps)).flatten(-2)
+    grouped = wide.reshape(*wide.shape[:-1], -1, group_size)
+    y = (grouped * torch.rsqrt(grouped.square().mean(-1, keepdim=True) + eps)).reshape(wide.shape)
     y = y * weight.to(y.dtype)
     if gate is not None and norm_before_gate:
         y = y * gate

@@ -30,7 +30,7 @@ class Tokenizer:
         bos_token_id: the id that begins a text, or None.
         eos_token_ids: every id that ends an answer.
         chat_template: how a chat becomes a prompt; None where the model has none.
-        add_bos, add_eos: what ``add_special_tokens`` adds; None leaves it to tokenizer.json.
+        add_bos, add_eos: what ``add_special_tokens`` adds where tokenizer.json's post-processor adds nothing.
     """
 
     def __init__(
@@ -40,8 +40,8 @@ class Tokenizer:
         bos_token_id: int | None,
         eos_token_ids: frozenset[int],
         chat_template: ChatTemplate | None = None,
-        add_bos: bool | None = None,
-        add_eos: bool | None = None,
+        add_bos: bool = False,
+        add_eos: bool = False,
     ) -> None:
         self.backend = backend
         self.special_tokens = dict(special_tokens)
@@ -53,7 +53,8 @@ class Tokenizer:
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
         self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         self._pieces: dict[int, Piece | None] = {}
-        self._around = self._explicit_ends(add_bos, add_eos)
+        self._before = self._configured_end(add_bos, self.bos_token_id)
+        self._after = self._configured_end(add_eos, self.eos_token_id)
 
     @classmethod
     def from_folder(
@@ -85,15 +86,14 @@ class Tokenizer:
         generation = _read_json(model_folder / "generation_config.json")
         model = _read_json(model_folder / "config.json")
         single = {name: token for name, token in named.items() if name in _NAMED}
-        flags = {k: config[k] for k in ("add_bos_token", "add_eos_token") if config.get(k) is not None}
         return cls(
             backend,
             single,
             _bos(backend, single, generation, model),
             _eos(backend, single, generation, model),
             load_chat_template(folder, config, single, chat_template),
-            add_bos=bool(flags.get("add_bos_token")) if flags else None,
-            add_eos=bool(flags.get("add_eos_token")) if flags else None,
+            add_bos=bool(config.get("add_bos_token")),
+            add_eos=bool(config.get("add_eos_token")),
         )
 
     def check_vocab(self, model_vocab_size: int) -> None:
@@ -125,15 +125,11 @@ class Tokenizer:
         Raises:
             RequestError: lone surrogates, which no UTF-8 holds.
         """
-        own = add_special_tokens and self._around is None
         try:
-            ids = list(self.backend.encode(text, add_special_tokens=own).ids)
+            ids = list(self.backend.encode(text, add_special_tokens=add_special_tokens).ids)
         except (UnicodeEncodeError, TypeError) as error:
             raise RequestError(f"the text is no valid Unicode: {error}", param="prompt") from error
-        if add_special_tokens and self._around is not None:
-            before, after = self._around
-            return [*before, *ids, *after]
-        return ids
+        return [*self._before, *ids, *self._after] if add_special_tokens else ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of ``ids``; ids without a token add nothing.
@@ -193,15 +189,11 @@ class Tokenizer:
             return b""
         return self.token_to_string(token_id).encode() if self.decoding.kind == "window" else piece.data
 
-    def _explicit_ends(
-        self, add_bos: bool | None, add_eos: bool | None
-    ) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-        """Ids around a text where the configuration says so; None leaves it to the post-processor."""
-        if add_bos is None and add_eos is None:
-            return None
-        bos = (self.bos_token_id,) if add_bos and self.bos_token_id is not None else ()
-        eos = (self.eos_token_id,) if add_eos and self.eos_token_id is not None else ()
-        return bos, eos
+    def _configured_end(self, wanted: bool, token_id: int | None) -> tuple[int, ...]:
+        """What the flag adds at one end of a text; a post-processor that adds tokens has the only say."""
+        if not wanted or token_id is None or self.backend.num_special_tokens_to_add(False):
+            return ()
+        return (token_id,)
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -1,0 +1,41 @@
+"""Norms with weights."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from recurra.layers.dtypes import Dtypes, parameter
+from recurra.ops import Ops
+
+
+class RMSNorm(nn.Module):
+    """``x / sqrt(mean(x^2) + eps) * weight`` over the last dimension; (rows, width) in x's dtype."""
+
+    def __init__(self, width: int, eps: float, *, ops: Ops, dtypes: Dtypes, device: torch.device) -> None:
+        super().__init__()
+        self.weight = parameter(width, dtype=dtypes.act, device=device)
+        self.eps = eps
+        self._rms_norm = ops.rms_norm
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._rms_norm(x, self.weight, self.eps)
+
+
+class RMSNormGated(nn.Module):
+    """``norm(x * silu(z)) * weight``, normalised within each group of ``group_size`` columns.
+
+    Source: Mamba-2 (Dao and Gu, 2024), section 7.1; one group of the norm for each group of B and C.
+    """
+
+    def __init__(
+        self, width: int, group_size: int, eps: float, *, ops: Ops, dtypes: Dtypes, device: torch.device
+    ) -> None:
+        super().__init__()
+        self.weight = parameter(width, dtype=dtypes.act, device=device)
+        self.group_size = group_size
+        self.eps = eps
+        self._rms_norm_gated = ops.rms_norm_gated
+
+    def forward(self, x: Tensor, z: Tensor) -> Tensor:
+        return self._rms_norm_gated(x, z, self.weight, self.eps, self.group_size)

@@ -1,1 +1,155 @@
-"""models"""
+"""Models: from a checkpoint folder to something that maps a step's tokens to logits.
+
+>>> config = read_config(Path("/models/mamba2-130m"))
+>>> model = load_model(config, ops=ops, device=device, weight_dtype=config.torch_dtype, act_dtype=torch.float32)
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pathlib import Path
+
+import torch
+
+from recurra.errors import CheckpointError, ConfigError, UnknownArchitectureError
+from recurra.layers.dtypes import Dtypes
+from recurra.models.config import NAMES, Fields, Layout, ModelConfig, model_config, read_fields
+from recurra.models.family import CausalLM, Family
+from recurra.models.files import WeightFiles, find_pickle, find_safetensors
+from recurra.models.stack import TIED, MambaStack
+from recurra.models.weights import FLOATS, Progress, draw, load
+from recurra.ops import Ops
+
+__all__ = ["ARCHITECTURES", "LOAD_FORMATS", "CausalLM", "ModelConfig", "load_model", "read_config"]
+
+#: Architecture to the family that serves it, as ``module:name``; a module is imported when it is needed.
+ARCHITECTURES = {
+    "MambaForCausalLM": "recurra.models.mamba:MAMBA",
+    "FalconMambaForCausalLM": "recurra.models.mamba:FALCON_MAMBA",
+    "Mamba2ForCausalLM": "recurra.models.mamba2:MAMBA2",
+}
+
+#: For configurations that name no architecture.
+MODEL_TYPES = {
+    "mamba": "MambaForCausalLM",
+    "falcon_mamba": "FalconMambaForCausalLM",
+    "mamba2": "Mamba2ForCausalLM",
+}
+
+#: What ``load_format`` may be: safetensors, random weights, or pickles (``pytorch_model.bin``).
+LOAD_FORMATS = ("auto", "dummy", "pt")
+
+
+def read_config(path: Path) -> ModelConfig:
+    """Read a checkpoint folder's configuration; of the weights at most a header is read.
+
+    Raises:
+        CheckpointError: the folder or its configuration is missing, unreadable or asks for something
+            that isn't supported; the message names file, key and value.
+        UnknownArchitectureError: no model file serves it.
+    """
+    layout, fields = read_fields(path)
+    architecture = _architecture(layout, fields)
+    family = _family(architecture)
+    fields.only(NAMES[layout].unsupported)
+    if layout not in family.read:
+        raise CheckpointError(f"{fields.file}: {architecture} doesn't come in the {layout.value} layout.")
+    return model_config(
+        layout,
+        fields,
+        architecture=architecture,
+        tied_default=family.tied_default,
+        torch_dtype=fields.number_format("dtype", "torch_dtype") or _stored_dtype(path, layout),
+        mixer=family.read[layout](fields),
+    )
+
+
+def load_model(
+    config: ModelConfig,
+    *,
+    ops: Ops,
+    device: torch.device,
+    weight_dtype: torch.dtype,
+    act_dtype: torch.dtype,
+    conv_dtype: torch.dtype | None = None,
+    ssm_dtype: torch.dtype = torch.float32,
+    load_format: str = "auto",
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> CausalLM:
+    """Build a model and fill it; each weight is allocated once, on ``device``, in its final format.
+
+    Args:
+        config: from :func:`read_config`.
+        ops: the operators of ``device``.
+        weight_dtype: of the matrices.
+        act_dtype: of activations, norm weights, biases and filters: float32 on the CPU whatever the
+            weights' dtype, the weights' dtype on a GPU, float64 for tests with the reference backend.
+        conv_dtype: of the convolution windows in the state pool; None takes ``act_dtype``.
+        ssm_dtype: of the recurrent states in the state pool.
+        load_format: "auto" (safetensors), "dummy" (random weights; only the configuration is needed) or
+            "pt" (``pytorch_model.bin``, a pickle, through torch's restricted loader).
+        seed: of the dummy weights.
+        progress: called with what is going on, bytes done and bytes in all.
+
+    Raises:
+        CheckpointError: weights are missing, damaged, or don't fit the configuration.
+        ConfigError: an unknown ``load_format``.
+    """
+    if load_format not in LOAD_FORMATS:
+        raise ConfigError("load_format", load_format, "unknown.", f"Valid: {', '.join(LOAD_FORMATS)}.")
+    files = None if load_format == "dummy" else _open_files(config, load_format)
+    family = _family(config.architecture)
+    dtypes = Dtypes(weight_dtype, act_dtype, conv_dtype or act_dtype, ssm_dtype, config.residual_in_fp32)
+    model = MambaStack(config, family, ops=ops, dtypes=dtypes, device=device)
+    if files is None:
+        draw(model, family.entries, config.num_layers, seed, progress)
+    else:
+        tied = TIED if config.tie_word_embeddings else None
+        load(model, family.entries, config.num_layers, files, tied, progress)
+        files.close()
+    return model.eval()
+
+
+def _architecture(layout: Layout, fields: Fields) -> str:
+    """The architecture's name, from whatever the layout has to say about it."""
+    if layout is Layout.MISTRAL:
+        return "Mamba2ForCausalLM" if fields.raw.get("model_type", "mamba") == "mamba" else _unknown(fields)
+    if layout is Layout.MAMBA_SSM:
+        layer = str(fields.section("ssm_cfg").raw.get("layer", "Mamba1"))
+        return {"Mamba1": "MambaForCausalLM", "Mamba2": "Mamba2ForCausalLM"}.get(layer) or _unknown(fields)
+    names = fields.raw.get("architectures")
+    if names:
+        return str(names[0])
+    return MODEL_TYPES.get(fields.raw.get("model_type", "")) or _unknown(fields)
+
+
+def _unknown(fields: Fields) -> str:
+    layer = fields.section("ssm_cfg").raw.get("layer")
+    raise UnknownArchitectureError(str(layer or fields.raw.get("model_type")), list(ARCHITECTURES))
+
+
+def _family(architecture: str) -> Family:
+    if architecture not in ARCHITECTURES:
+        raise UnknownArchitectureError(architecture, list(ARCHITECTURES))
+    module, _, name = ARCHITECTURES[architecture].partition(":")
+    family = getattr(import_module(module), name)
+    assert isinstance(family, Family)
+    return family
+
+
+def _open_files(config: ModelConfig, load_format: str) -> WeightFiles:
+    if load_format == "pt":
+        return WeightFiles(config.path, find_pickle(config.path))
+    return WeightFiles(config.path, find_safetensors(config.path, config.layout))
+
+
+def _stored_dtype(path: Path, layout: Layout) -> torch.dtype:
+    """The embedding's format in a file's header, for configurations that don't say; float32 without files."""
+    try:
+        files = WeightFiles(path, find_safetensors(path, layout))
+    except CheckpointError:
+        return torch.float32  # loading complains, if it comes to that; dummy weights need no file
+    stored = files.tensors.get(TIED[1])
+    files.close()
+    return stored.dtype if stored is not None and stored.dtype in FLOATS else torch.float32

@@ -1,0 +1,116 @@
+"""Mamba, and FalconMamba, which adds norms without weights on B, C and dt."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from recurra.layers.dtypes import Dtypes
+from recurra.layers.mamba1 import Mamba1Sizes, MambaMixer
+from recurra.models.config import Fields, Layout, ModelConfig
+from recurra.models.family import Family
+from recurra.models.stack import OUTER_ENTRIES
+from recurra.models.weights import Entry, draw_ones, draw_steps, draw_zeros, filters, negative_exp
+from recurra.ops import Ops
+
+#: The layer's keyword arguments in the mamba_ssm package that say something about inference ...
+_SIZES = {"layer", "d_state", "d_conv", "expand", "dt_rank", "bias", "conv_bias"}
+#: ... and those about initialisation or speed.
+_HARMLESS = {"dt_min", "dt_max", "dt_init", "dt_scale", "dt_init_floor", "use_fast_path"}
+
+
+def _draw_decays(value: torch.Tensor, generator: torch.Generator) -> None:
+    """A = -1 ... -N in every channel."""
+    value.copy_(-torch.arange(1, value.shape[1] + 1, device=value.device).expand_as(value))
+
+
+ENTRIES = (
+    *OUTER_ENTRIES,
+    Entry("backbone.layers.{i}.mixer.in_proj.weight", "layers.{i}.mixer.in_proj.weight"),
+    Entry("backbone.layers.{i}.mixer.in_proj.bias", "layers.{i}.mixer.in_proj.bias", draw=draw_zeros),
+    Entry("backbone.layers.{i}.mixer.conv1d.weight", "layers.{i}.mixer.conv1d.weight", filters),
+    Entry("backbone.layers.{i}.mixer.conv1d.bias", "layers.{i}.mixer.conv1d.bias", draw=draw_zeros),
+    Entry("backbone.layers.{i}.mixer.x_proj.weight", "layers.{i}.mixer.x_proj.weight"),
+    Entry("backbone.layers.{i}.mixer.dt_proj.weight", "layers.{i}.mixer.dt_proj.weight"),
+    Entry("backbone.layers.{i}.mixer.dt_proj.bias", "layers.{i}.mixer.dt_bias", draw=draw_steps),
+    Entry("backbone.layers.{i}.mixer.A_log", "layers.{i}.mixer.A", negative_exp, _draw_decays),
+    Entry("backbone.layers.{i}.mixer.D", "layers.{i}.mixer.D", draw=draw_ones),
+    Entry("backbone.layers.{i}.mixer.out_proj.weight", "layers.{i}.mixer.out_proj.weight"),
+    Entry("backbone.layers.{i}.mixer.out_proj.bias", "layers.{i}.mixer.out_proj.bias", draw=draw_zeros),
+)
+
+
+def read_transformers(fields: Fields) -> Mamba1Sizes:
+    """Numbers from transformers' ``MambaConfig``."""
+    return _from_transformers(fields, None)
+
+
+def read_falcon(fields: Fields) -> Mamba1Sizes:
+    """Numbers from transformers' ``FalconMambaConfig``; the norms are always there, only their eps is set."""
+    return _from_transformers(fields, fields.number("mixer_rms_eps", 1e-6))
+
+
+def _from_transformers(fields: Fields, bcdt_norm_eps: float | None) -> Mamba1Sizes:
+    hidden = fields.whole("hidden_size")
+    # Where both are given the width itself decides: FalconMamba-7B says expand 16 and 8192 of 4096 * 16.
+    channels = fields.whole("intermediate_size", int(fields.number("expand", 2) * hidden))
+    sizes = Mamba1Sizes(
+        hidden=hidden,
+        channels=channels,
+        state_size=fields.whole("state_size", 16),
+        conv_kernel=fields.whole("conv_kernel", 4),
+        dt_rank=_dt_rank(fields, "time_step_rank", hidden),
+        use_bias=fields.flag("use_bias", False),
+        use_conv_bias=fields.flag("use_conv_bias", True),
+        bcdt_norm_eps=bcdt_norm_eps,
+    )
+    return _checked(sizes, fields, "conv_kernel")
+
+
+def read_mamba_ssm(fields: Fields) -> Mamba1Sizes:
+    """Numbers from the mamba_ssm package's ``ssm_cfg``, with that package's defaults."""
+    layer = fields.section("ssm_cfg")
+    layer.known(frozenset(_SIZES | _HARMLESS))
+    hidden = fields.whole("d_model")
+    sizes = Mamba1Sizes(
+        hidden=hidden,
+        channels=layer.whole("expand", 2) * hidden,
+        state_size=layer.whole("d_state", 16),
+        conv_kernel=layer.whole("d_conv", 4),
+        dt_rank=_dt_rank(layer, "dt_rank", hidden),
+        use_bias=layer.flag("bias", False),
+        use_conv_bias=layer.flag("conv_bias", True),
+    )
+    return _checked(sizes, layer, "d_conv")
+
+
+def _dt_rank(fields: Fields, key: str, hidden: int) -> int:
+    if fields.raw.get(key, "auto") == "auto":
+        return math.ceil(hidden / 16)
+    return fields.whole(key)
+
+
+def _checked(sizes: Mamba1Sizes, fields: Fields, conv_key: str) -> Mamba1Sizes:
+    if not 2 <= sizes.conv_kernel <= 5:
+        raise fields.wrong(conv_key, "convolutions of width 2 to 5 are supported.")
+    return sizes
+
+
+def _mixer(config: ModelConfig, ops: Ops, dtypes: Dtypes, device: torch.device) -> MambaMixer:
+    assert isinstance(config.mixer, Mamba1Sizes)
+    return MambaMixer(config.mixer, ops=ops, dtypes=dtypes, device=device)
+
+
+MAMBA = Family(
+    read={Layout.TRANSFORMERS: read_transformers, Layout.MAMBA_SSM: read_mamba_ssm},
+    mixer=_mixer,
+    entries=ENTRIES,
+    tied_default=True,
+)
+FALCON_MAMBA = Family(
+    read={Layout.TRANSFORMERS: read_falcon},
+    mixer=_mixer,
+    entries=ENTRIES,
+    tied_default=True,
+)

@@ -1,0 +1,98 @@
+"""The model that Mamba, FalconMamba and Mamba-2 share: embedding, blocks of norm and mixer, norm, head."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from recurra.cache.spec import ConvSSM, StateSpec
+from recurra.layers.base import mix
+from recurra.layers.dtypes import Dtypes
+from recurra.layers.embedding import Embedding, Head
+from recurra.layers.mamba1 import MambaMixer
+from recurra.layers.mamba2 import MambaMixer2
+from recurra.layers.norm import RMSNorm
+from recurra.models.config import ModelConfig
+from recurra.models.family import Family
+from recurra.models.weights import Entry, draw_ones
+from recurra.ops import Ops
+from recurra.ops.decode_stack import StackWeights
+from recurra.types import ForwardBatch
+
+#: Tokens of a kernel chunk. The answer doesn't depend on it; checkpoints' ``chunk_size`` is for training.
+CHUNK_SIZE = 128
+
+#: What surrounds the mixers in a checkpoint.
+OUTER_ENTRIES = (
+    Entry("backbone.embeddings.weight", "embedding.weight"),
+    Entry("backbone.layers.{i}.norm.weight", "layers.{i}.norm.weight", draw=draw_ones),
+    Entry("backbone.norm_f.weight", "norm_f.weight", draw=draw_ones),
+    Entry("lm_head.weight", "head.weight"),
+)
+#: A tied head may be stored all the same, and must then equal the embedding.
+TIED = ("lm_head.weight", "backbone.embeddings.weight")
+
+
+class Block(nn.Module):
+    """``residual + mixer(norm(residual))``: (T, hidden) to the same, in the residual stream's dtype."""
+
+    def __init__(self, norm: RMSNorm, mixer: MambaMixer | MambaMixer2, act: torch.dtype) -> None:
+        super().__init__()
+        self.norm, self.mixer, self._act = norm, mixer, act
+
+    def forward(self, residual: Tensor, batch: ForwardBatch, state: ConvSSM) -> Tensor:
+        x = self.norm(residual).to(self._act)
+        return residual + mix(self.mixer, x, batch, state)
+
+
+class MambaStack(nn.Module):
+    """A pure stack of Mamba blocks with a language-model head (see :class:`recurra.models.family.CausalLM`)."""
+
+    def __init__(
+        self, config: ModelConfig, family: Family, *, ops: Ops, dtypes: Dtypes, device: torch.device
+    ) -> None:
+        super().__init__()
+        width, eps = config.hidden_size, config.norm_eps
+        self.vocab_size = config.vocab_size
+        self.chunk_size = CHUNK_SIZE
+        self._dtypes = dtypes
+        self.embedding = Embedding(config.vocab_size, width, dtypes=dtypes, device=device)
+        self.layers = nn.ModuleList(
+            Block(
+                RMSNorm(width, eps, ops=ops, dtypes=dtypes, device=device),
+                family.mixer(config, ops, dtypes, device),
+                dtypes.act,
+            )
+            for _ in range(config.num_layers)
+        )
+        self.norm_f = RMSNorm(width, eps, ops=ops, dtypes=dtypes, device=device)
+        tied = self.embedding if config.tie_word_embeddings else None
+        self.head = Head(config.vocab_size, width, tied=tied, ops=ops, dtypes=dtypes, device=device)
+        self.state_specs: tuple[StateSpec, ...] = tuple(block.mixer.state_spec() for block in self.blocks)
+
+    @property
+    def blocks(self) -> tuple[Block, ...]:
+        """The blocks, typed."""
+        return tuple(block for block in self.layers if isinstance(block, Block))
+
+    def forward(self, batch: ForwardBatch, states: tuple[ConvSSM, ...]) -> Tensor:
+        """Hidden vectors (T, hidden) after the final norm; ``states`` are read and written in place."""
+        residual: Tensor = self.embedding(batch.token_ids).to(self._dtypes.residual)
+        for block, state in zip(self.blocks, states, strict=True):
+            residual = block(residual, batch, state)
+        hidden: Tensor = self.norm_f(residual)
+        return hidden.to(self._dtypes.act)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Scores (R, vocabulary), float32 (float64 if hidden is), of hidden vectors (R, hidden)."""
+        scores: Tensor = self.head(hidden)
+        return scores
+
+    def stack_weights(self) -> StackWeights:
+        """The tensors of a fused decode step; nothing is copied."""
+        return StackWeights(
+            embedding=self.embedding.weight.data,
+            blocks=tuple(block.mixer.stack_weights(block.norm) for block in self.blocks),
+            final_norm=self.norm_f.weight.data,
+            final_norm_eps=self.norm_f.eps,
+        )

@@ -1,0 +1,214 @@
+"""Weights from files into parameters, one tensor at a time, checked against the model before any is read.
+
+A family describes its checkpoint as data: a tuple of :class:`Entry`. Everything else is here: finding
+files, checking names and shapes, converting number formats while copying, and drawing dummy weights.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from recurra.errors import CheckpointError
+from recurra.models.files import Stored, WeightFiles
+
+#: Called with what is going on, bytes done and bytes in all.
+Progress = Callable[[str, int, int], None]
+
+#: Layer number in a name.
+LAYER = "{i}"
+
+_SHOWN = 8  # names in a complaint
+
+
+def as_is(value: Tensor) -> Tensor:
+    """The stored tensor is the parameter."""
+    return value
+
+
+def negative_exp(value: Tensor) -> Tensor:
+    """A = -exp(A_log), in float32 at least: in 16 bits the decay would be wrong by percents."""
+    wide = value if value.dtype == torch.float64 else value.float()
+    return -torch.exp(wide)
+
+
+def filters(value: Tensor) -> Tensor:
+    """Depthwise filters (channels, 1, W), or (channels, W, 1) in some exports, to (channels, W)."""
+    if value.dim() == 3 and value.shape[1] == 1:
+        return value.squeeze(1)
+    if value.dim() == 3 and value.shape[2] == 1:
+        return value.squeeze(2)
+    return value
+
+
+def draw_matrix(value: Tensor, generator: torch.Generator) -> None:
+    """Normal, scaled so that a product keeps its input's size."""
+    value.normal_(0.0, value.shape[-1] ** -0.5, generator=generator)
+
+
+def draw_zeros(value: Tensor, generator: torch.Generator) -> None:
+    """Zeros, for biases."""
+    value.zero_()
+
+
+def draw_ones(value: Tensor, generator: torch.Generator) -> None:
+    """Ones, for norms and skips."""
+    value.fill_(1.0)
+
+
+def draw_steps(value: Tensor, generator: torch.Generator) -> None:
+    """Biases whose softplus, the step dt, is spread from 0.001 to 0.1 on a logarithmic scale."""
+    steps = torch.empty_like(value).uniform_(math.log(1e-3), math.log(1e-1), generator=generator).exp_()
+    value.copy_(steps + torch.log(-torch.expm1(-steps)))
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One tensor (or one of every layer) of a checkpoint and the parameter that it becomes.
+
+    Attributes:
+        stored: name in the checkpoint; ``{i}`` stands for the layer's number.
+        target: path of the parameter in the model, likewise. An entry whose parameter the model lacks (a
+            bias that the configuration switches off) doesn't apply.
+        convert: from the stored tensor to the parameter's values and shape.
+        draw: fills the parameter in place with dummy values of the usual scale.
+    """
+
+    stored: str
+    target: str
+    convert: Callable[[Tensor], Tensor] = as_is
+    draw: Callable[[Tensor, torch.Generator], None] = draw_matrix
+
+    def layers(self, count: int) -> Iterable[tuple[str, str]]:
+        """(stored name, parameter path) of each layer, or the one pair of a tensor outside layers."""
+        numbers = range(count) if LAYER in self.stored else range(1)
+        for i in numbers:
+            yield self.stored.replace(LAYER, str(i)), self.target.replace(LAYER, str(i))
+
+
+@dataclass(frozen=True, slots=True)
+class _Load:
+    entry: Entry
+    parameter: nn.Parameter
+
+
+def _plan(model: nn.Module, entries: tuple[Entry, ...], num_layers: int) -> dict[str, _Load]:
+    """Checkpoint name to the parameter that it fills; every parameter is filled once."""
+    parameters = dict(model.named_parameters())
+    plan: dict[str, _Load] = {}
+    for entry in entries:
+        for stored, target in entry.layers(num_layers):
+            if target in parameters:
+                plan[stored] = _Load(entry, parameters.pop(target))
+    assert not parameters, f"the checkpoint map has no entry for {sorted(parameters)}"
+    return plan
+
+
+def load(
+    model: nn.Module,
+    entries: tuple[Entry, ...],
+    num_layers: int,
+    files: WeightFiles,
+    tied: tuple[str, str] | None,
+    progress: Progress | None,
+) -> None:
+    """Fill every parameter of ``model`` from ``files``.
+
+    Args:
+        entries: the family's checkpoint map.
+        num_layers: blocks of the model.
+        files: the folder's tensors.
+        tied: (name, other name): the first may be stored too, and must then equal the second.
+        progress: told after each tensor.
+
+    Raises:
+        CheckpointError: a tensor is missing, left over, misshapen, of a format that isn't a plain float,
+            or unreadable; nothing was loaded if names, shapes or formats are at fault.
+    """
+    plan = _plan(model, entries, num_layers)
+    extra_copy = tied[0] if tied is not None and tied[0] in files.tensors else None
+    _check(plan, files, extra_copy)
+    total = sum(files.tensors[name].nbytes for name in plan)
+    done = 0
+    for name in files.in_file_order(plan):
+        load_ = plan[name]
+        value = load_.entry.convert(files.read(name))
+        with torch.no_grad():
+            load_.parameter.copy_(value)
+        done += files.tensors[name].nbytes
+        if progress is not None:
+            progress("loading weights", done, total)
+    if tied is not None and extra_copy is not None:
+        _check_tied(files, *tied)
+
+
+def draw(
+    model: nn.Module,
+    entries: tuple[Entry, ...],
+    num_layers: int,
+    seed: int,
+    progress: Progress | None,
+) -> None:
+    """Fill every parameter with dummy values of the usual scale; the same ones for the same seed and device."""
+    plan = _plan(model, entries, num_layers)
+    total = sum(load_.parameter.nbytes for load_ in plan.values())
+    done = 0
+    generators: dict[torch.device, torch.Generator] = {}
+    for load_ in plan.values():
+        device = load_.parameter.device
+        if device not in generators:
+            generators[device] = torch.Generator(device).manual_seed(seed)
+        with torch.no_grad():
+            load_.entry.draw(load_.parameter, generators[device])
+        done += load_.parameter.nbytes
+        if progress is not None:
+            progress("drawing dummy weights", done, total)
+
+
+def _check(plan: dict[str, _Load], files: WeightFiles, extra_copy: str | None) -> None:
+    """Compare names, formats and shapes; only the files' headers are read."""
+    complaints = []
+    missing = [name for name in plan if name not in files.tensors]
+    extra = [name for name in files.tensors if name not in plan and name != extra_copy]
+    if missing:
+        complaints.append(f"missing: {_some(missing)}")
+    if extra:
+        complaints.append(f"left over, used by nothing: {_some(extra)}")
+    for name, load_ in plan.items():
+        if name in files.tensors:
+            complaints.extend(_misfit(name, files.tensors[name], load_))
+    if complaints:
+        listed = "; ".join(complaints[: _SHOWN + 2])
+        raise CheckpointError(f"the weights in {files.folder} don't fit their configuration: {listed}")
+
+
+def _misfit(name: str, stored: Stored, load_: _Load) -> list[str]:
+    if stored.dtype not in FLOATS:
+        return [f"{name} is stored as {stored.dtype}, and only plain floats are read (no quantised weights)"]
+    want = tuple(load_.parameter.shape)
+    if tuple(load_.entry.convert(torch.empty(stored.shape, device="meta")).shape) != want:
+        return [f"{name} in {stored.file.name} has shape {list(stored.shape)} where {list(want)} is expected"]
+    return []
+
+
+def _check_tied(files: WeightFiles, name: str, other: str) -> None:
+    """Two stored copies of a tied table must agree, or one of them would be ignored in silence."""
+    one, two = files.read(name), files.read(other)
+    if one.shape != two.shape or not torch.equal(one, two):
+        raise CheckpointError(
+            f"{files.folder}: the configuration ties {name} to {other}, but the two stored tensors differ;"
+            " set tie_word_embeddings (tie_embeddings) to false in the configuration to use both."
+        )
+
+
+def _some(names: list[str]) -> str:
+    listed = ", ".join(sorted(names)[:_SHOWN])
+    return listed if len(names) <= _SHOWN else f"{listed} and {len(names) - _SHOWN} more"
+
+
+#: Formats that convert to any other by copying.
+FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)

@@ -1,0 +1,125 @@
+"""Runs a model by hand: builds each step's ForwardBatch, keeps the state pool, and greedily decodes.
+
+It stands for the engine in tests of the models, and is written independently of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from recurra.cache.pool import StatePool
+from recurra.models import CausalLM
+from recurra.types import Chunks, ForwardBatch
+
+
+@dataclass(slots=True)
+class Piece:
+    """Some next tokens of the sequence in ``slot``, of which ``start`` came before."""
+
+    slot: int
+    tokens: Sequence[int]
+    start: int = 0
+
+
+def _int32(values: Sequence[int], device: torch.device) -> Tensor:
+    return torch.tensor(list(values), dtype=torch.int32, device=device)
+
+
+def cut(lengths: Sequence[int], size: int, device: torch.device) -> Chunks:
+    """Chunks of packed sequences of these lengths, each cut from its own first token."""
+    seq, start, length, cu = [], [], [], [0]
+    first = 0
+    for number, tokens in enumerate(lengths):
+        for offset in range(0, tokens, size):
+            seq.append(number)
+            start.append(first + offset)
+            length.append(min(size, tokens - offset))
+        first += tokens
+        cu.append(len(seq))
+    return Chunks(
+        size, _int32(seq, device), _int32(start, device), _int32(length, device), _int32(cu, device)
+    )
+
+
+def build_batch(
+    decode: Sequence[Piece], prefill: Sequence[Piece], chunk_size: int, device: torch.device
+) -> ForwardBatch:
+    """One step's batch: decode rows first, then packed prefill."""
+    pieces = [*decode, *prefill]
+    token_ids = [token for piece in pieces for token in piece.tokens]
+    positions = [piece.start + i for piece in pieces for i in range(len(piece.tokens))]
+    lengths = [len(piece.tokens) for piece in prefill]
+    bounds = [sum(lengths[:i]) for i in range(len(lengths) + 1)]
+    return ForwardBatch(
+        token_ids=torch.tensor(token_ids, dtype=torch.int64, device=device),
+        positions=torch.tensor(positions, dtype=torch.int64, device=device),
+        slots=_int32([piece.slot for piece in pieces], device),
+        num_decode=len(decode),
+        cu_seqlens=_int32(bounds, device),
+        has_state=torch.tensor([piece.start > 0 for piece in prefill], dtype=torch.bool, device=device),
+        max_seqlen=max(lengths, default=0),
+        chunks=cut(lengths, chunk_size, device),
+        logit_rows=torch.arange(len(token_ids), device=device),
+    )
+
+
+@dataclass(slots=True)
+class Driver:
+    """A model with a state pool whose every row is NaN until somebody writes it."""
+
+    model: CausalLM
+    num_slots: int = 8
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    pool: StatePool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.pool = StatePool(self.model.state_specs, self.num_slots, self.device)
+        for slot in range(self.num_slots + 1):
+            self.poison(slot)
+
+    def poison(self, slot: int) -> None:
+        """Fill a slot with NaN, as a finished sequence that went wrong would leave it."""
+        for layer in self.pool.layers:
+            for state in layer:
+                state[slot] = float("nan")
+
+    @torch.inference_mode()
+    def step(self, decode: Sequence[Piece] = (), prefill: Sequence[Piece] = ()) -> list[Tensor]:
+        """Run one step: for each piece, decode rows first, its log-probs (tokens, vocabulary)."""
+        assert all(len(piece.tokens) == 1 for piece in decode)
+        batch = build_batch(decode, prefill, self.model.chunk_size, self.device)
+        hidden = self.model.forward(batch, self.pool.layers)
+        log_probs = self.model.logits(hidden[batch.logit_rows]).log_softmax(-1)
+        return list(log_probs.split([len(piece.tokens) for piece in [*decode, *prefill]]))
+
+    def whole(self, tokens: Sequence[int], slot: int = 1) -> Tensor:
+        """Log-probs (tokens, vocabulary) of a prompt in one step."""
+        return self.step(prefill=[Piece(slot, tokens)])[0]
+
+    def pieces(self, tokens: Sequence[int], cuts: Sequence[int], slot: int = 1) -> Tensor:
+        """The same in several steps of prefill, cut at these positions."""
+        bounds = [0, *cuts, len(tokens)]
+        return torch.cat(
+            [
+                self.step(prefill=[Piece(slot, tokens[a:b], a)])[0]
+                for a, b in zip(bounds[:-1], bounds[1:], strict=True)
+            ]
+        )
+
+    def token_by_token(self, tokens: Sequence[int], slot: int = 1) -> Tensor:
+        """The same, the first token as a prompt and each other as a decode step."""
+        rows = [self.step(prefill=[Piece(slot, tokens[:1])])[0]]
+        rows += [self.step(decode=[Piece(slot, [t], i)])[0] for i, t in enumerate(tokens) if i > 0]
+        return torch.cat(rows)
+
+    def greedy(self, prompt: Sequence[int], count: int, slot: int = 1) -> list[int]:
+        """The ``count`` likeliest next tokens, one decode step each."""
+        tokens = [*prompt, int(self.whole(prompt, slot)[-1].argmax())]
+        while len(tokens) < len(prompt) + count:
+            row = self.step(decode=[Piece(slot, tokens[-1:], len(tokens) - 1)])[0]
+            tokens.append(int(row[-1].argmax()))
+        return tokens[len(prompt) :]

@@ -43,5 +43,6 @@ class SlotAllocator:
     def check(self) -> None:
         """Assert that every slot is in exactly one place."""
         free = set(self._free)
-        assert len(free) == len(self._free) and not free & self._used, (self._free, self._used)
+        assert len(free) == len(self._free), self._free
+        assert not free & self._used, (self._free, self._used)
         assert free | self._used == set(range(1, self.num_slots + 1)), (self._free, self._used)

@@ -1,7 +1,7 @@
 """The keyword arguments of ``LLM(...)``, checked, and what becomes of them on a device.
 
 >>> config = EngineConfig(model="checkpoints/mamba2-130m", max_num_seqs=16)
->>> settled = resolve(config, ModelFacts("float32", None), detect("cpu"))
+>>> settled = resolve(config, ModelFacts(torch.float32), detect("cpu"))
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class EngineConfig(SchedulerSettings, CacheSettings):
         skip_tokenizer_init: token ids in, token ids out.
         dtype: precision of the weights; "auto" follows the checkpoint.
         device: "auto", "cpu", "cuda" or "cuda:N".
-        load_format: "auto" reads the weights, "dummy" makes random ones.
+        load_format: "auto" reads safetensors, "dummy" makes random weights, "pt" reads a pickle.
         seed: of dummy weights and of the seeds given to requests that bring none.
         enforce_eager: run every operator by itself: no fused decode step, no graphs.
         mamba_config: backend of the operators.
@@ -61,7 +61,7 @@ class EngineConfig(SchedulerSettings, CacheSettings):
     skip_tokenizer_init: bool = False
     dtype: str = "auto"
     device: str = "auto"
-    load_format: Literal["auto", "dummy"] = "auto"
+    load_format: Literal["auto", "dummy", "pt"] = "auto"
     seed: int = 0
     enforce_eager: bool = False
     mamba_config: MambaConfig | None = None
@@ -112,18 +112,20 @@ class ModelFacts:
     Attributes:
         dtype: the checkpoint's own precision, or None if it doesn't say.
         max_length: a hard limit of the model in tokens; None for pure recurrent models.
+        ssm_dtype: precision of SSM states that the checkpoint insists on, or None.
     """
 
     dtype: torch.dtype | None
-    max_length: int | None
+    max_length: int | None = None
+    ssm_dtype: torch.dtype | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Settled:
     """The settings after the device and the checkpoint had their say; nothing is left to choose.
 
-    ``limits.max_num_seqs`` and ``num_state_slots`` become final in :func:`settle_slots`, once the size
-    of a state and the free memory are known.
+    But for the numbers of sequences and slots: :func:`settle_slots` does that once the size of a state
+    and the free memory are known.
     """
 
     device: Device
@@ -155,7 +157,7 @@ def resolve(config: EngineConfig, model: ModelFacts, device: Device) -> Settled:
         weight_dtype=weight_dtype,
         act_dtype=act_dtype,
         conv_dtype=_conv_dtype(config.mamba_cache_dtype, act_dtype),
-        ssm_dtype=_ssm_dtype(config.mamba_ssm_cache_dtype),
+        ssm_dtype=_ssm_dtype(config.mamba_ssm_cache_dtype, model.ssm_dtype),
         max_model_len=_max_model_len(config.max_model_len, model.max_length),
     )
     if mamba.enable_stochastic_rounding and settled.ssm_dtype is torch.float32:
@@ -204,7 +206,11 @@ def _conv_dtype(asked: str, act_dtype: torch.dtype) -> torch.dtype:
     )  # fmt: skip
 
 
-def _ssm_dtype(asked: str) -> torch.dtype:
+def _ssm_dtype(asked: str, checkpoint: torch.dtype | None) -> torch.dtype:
+    if asked == "auto" and checkpoint not in (None, torch.float32):
+        log.warning(
+            "the checkpoint asks for %s states; they are held in float32, which loses nothing", checkpoint
+        )
     if asked in ("auto", "float32", "float"):
         return torch.float32
     raise ConfigError(

@@ -1,0 +1,169 @@
+"""The step loop.
+
+>>> engine = LLMEngine(EngineConfig(model="checkpoints/mamba2-130m"))
+>>> engine.add_request("one", "Once upon a time", SamplingParams(max_tokens=20))
+>>> while engine.has_unfinished_requests():
+...     for output in engine.step():
+...         print(output.outputs[0].text)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import partial
+
+from recurra.cache.alloc import SlotAllocator
+from recurra.cache.pool import StatePool, slot_bytes
+from recurra.config.engine import EngineConfig, settle_slots
+from recurra.engine.forward import make_forward
+from recurra.engine.loading import Parts, Progress, end_ids, free_state_bytes, load
+from recurra.engine.metrics import Counters, EngineStats
+from recurra.engine.outputs import OutputBook
+from recurra.engine.prompts import make_request, spell_out
+from recurra.engine.runner import Runner, StepResult
+from recurra.engine.sampler import Sampler
+from recurra.engine.scheduler import Plan, Scheduler, Snapshot
+from recurra.engine.warmup import warm_up
+from recurra.sampling_params import SamplingParams
+from recurra.types import PromptInput, RequestOutput, Sequence
+
+
+class LLMEngine:
+    """One model serving many requests at once. Not thread-safe: one thread calls all methods.
+
+    Args:
+        config: the settings.
+        progress: told while weights load.
+        parts: a model that is loaded already; None loads the one that ``config`` names.
+
+    Attributes:
+        config: the settings as given.
+        model_config: the checkpoint's numbers.
+        max_model_len: most tokens of a request, prompt and answer.
+        tokenizer: None: token ids in and out.
+        ops: the operators and why each was chosen.
+
+    Raises:
+        ConfigError: a setting that can't work.
+        CheckpointError: the checkpoint can't be read.
+    """
+
+    def __init__(
+        self, config: EngineConfig, progress: Progress | None = None, parts: Parts | None = None
+    ) -> None:
+        parts = parts or load(config, progress)
+        settled, model = parts.settled, parts.model
+        self.config = config
+        self.model_config = parts.model_config
+        self.max_model_len = settled.max_model_len
+        self.tokenizer = parts.tokenizer
+        self.ops = parts.ops
+        device = settled.device.torch_device
+        free = free_state_bytes(settled.device, config.gpu_memory_utilization)
+        self.limits, num_slots = settle_slots(config, settled.device, slot_bytes(model.state_specs), free)
+        self.slots = SlotAllocator(num_slots)
+        pool = StatePool(model.state_specs, num_slots, device)
+        forward = make_forward(
+            model, pool.layers, parts.ops, settled.device.num_threads, config.enforce_eager
+        )
+        spell = None if parts.tokenizer is None else partial(spell_out, tokenizer=parts.tokenizer)
+        texts = parts.tokenizer.token_to_string if parts.tokenizer is not None else _no_text
+        sampler = Sampler(model.vocab_size, device, config.seed, end_ids(parts), spell, texts)
+        self.runner = Runner(model, forward, pool, sampler, device)
+        self.scheduler = Scheduler(self.limits, self.slots, self.runner.release)
+        self._book = OutputBook(end_ids(parts), parts.tokenizer)
+        self._counters = Counters()
+
+    def add_request(
+        self, request_id: str, prompt: PromptInput, params: SamplingParams | None = None, priority: int = 0
+    ) -> None:
+        """Queue a request. Lower ``priority`` goes first.
+
+        Raises:
+            RequestError: it can't be served; nothing was queued.
+            QueueFullError: ``max_queue_len`` requests wait already.
+        """
+        self.scheduler.check_queue()
+        request = make_request(
+            request_id,
+            prompt,
+            params or SamplingParams(),
+            priority,
+            tokenizer=self.tokenizer,
+            vocab_size=self.runner.model.vocab_size,
+            max_model_len=self.max_model_len,
+        )
+        answers = self.scheduler.add(request)
+        self.runner.sampler.add(answers)
+        self._book.open(request)
+
+    def abort_request(self, request_ids: str | Iterable[str]) -> None:
+        """End requests wherever they are; unknown ids are ignored.
+
+        Slots are free at once; the final output, with ``finish_reason`` "abort", comes with the next step.
+        """
+        for request_id in [request_ids] if isinstance(request_ids, str) else list(request_ids):
+            if self.scheduler.abort(request_id):
+                self._book.abort(request_id)
+
+    def has_unfinished_requests(self) -> bool:
+        """Whether a call of :meth:`step` has something to do or to tell."""
+        return len(self._book) > 0
+
+    def step(self) -> list[RequestOutput]:
+        """Compute one step of everything that has room, and return what changed.
+
+        Outputs are cumulative; each request has exactly one with ``finished``.
+        """
+        plan = self.scheduler.schedule()
+        if plan:
+            self._note_start(plan)
+            result = self.runner.run(plan)
+            ended = self._book.update(result)
+            snapshots = self._save_for_waiting(plan, result, ended)
+            self.scheduler.commit(plan, result.tokens, ended, snapshots)
+        return self._book.drain()
+
+    def stats(self) -> EngineStats:
+        """Load and counters."""
+        return EngineStats(
+            running=self.scheduler.num_running,
+            waiting=self.scheduler.num_waiting,
+            free_slots=self.slots.num_free,
+            used_slots=self.slots.num_used,
+            prompt_tokens=self._counters.prompt_tokens,
+            generation_tokens=self._book.generated_tokens,
+            cached_tokens=0,
+            steps=self._counters.steps,
+            finished=dict(self._book.finish_reasons),
+            errors=self._book.finish_reasons["error"],
+        )
+
+    def warm_up(self, progress: Progress | None = None) -> None:
+        """Run everything that a request can reach once, so that nothing compiles after it."""
+        warm_up(self, progress)
+
+    def reset_stats(self) -> None:
+        """Start counting anew."""
+        self._counters = Counters()
+        self._book.reset_counts()
+
+    def _note_start(self, plan: Plan) -> None:
+        self._counters.steps += 1
+        for chunk in plan.prefill:
+            self._counters.prompt_tokens += chunk.length
+            if chunk.start == 0:
+                self._book.scheduled(chunk.sequence.request.request_id)
+
+    def _save_for_waiting(self, plan: Plan, result: StepResult, ended: list[Sequence]) -> dict[str, Snapshot]:
+        """Keep the state after a prompt for answers 2 to n, which start when they get a slot."""
+        snapshots: dict[str, Snapshot] = {}
+        gone = set(ended)
+        for chunk in plan.prefill:
+            if chunk.is_last and any(a in result.tokens and a not in gone for a in chunk.answers[1:]):
+                snapshots[chunk.sequence.request.request_id] = self.runner.save(chunk.sequence)
+        return snapshots
+
+
+def _no_text(token_id: int) -> None:
+    """Text of a token where there is no tokenizer."""

@@ -1,0 +1,170 @@
+"""Offline generation: prompts in, finished outputs out, in order.
+
+>>> llm = LLM("checkpoints/mamba2-130m")
+>>> llm.generate("Once upon a time", SamplingParams(max_tokens=20))[0].outputs[0].text
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from recurra.config.engine import EngineConfig
+from recurra.engine.engine import LLMEngine
+from recurra.engine.prompts import make_request
+from recurra.errors import RequestError
+from recurra.sampling_params import SamplingParams
+from recurra.types import PromptInput, RequestOutput
+
+Message = Mapping[str, Any]
+
+
+class LLM:
+    """A model for batch work.
+
+    Args:
+        model: checkpoint folder.
+        settings: the other fields of :class:`recurra.config.engine.EngineConfig`.
+
+    Raises:
+        ConfigError: a setting that can't work.
+        CheckpointError: the checkpoint can't be read.
+    """
+
+    def __init__(self, model: str, **settings: Any) -> None:
+        self.llm_engine = LLMEngine(EngineConfig(model=model, **settings))
+        self._ids = itertools.count()
+
+    def get_tokenizer(self) -> Any:
+        """The tokenizer, or None."""
+        return self.llm_engine.tokenizer
+
+    def generate(
+        self,
+        prompts: PromptInput | Sequence[PromptInput],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        priority: Sequence[int] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer prompts.
+
+        Args:
+            prompts: one prompt or several; each is text, a list of token ids, or
+                ``{"prompt_token_ids": [...]}``.
+            sampling_params: for all, or one for each.
+            use_tqdm: show a progress bar.
+            priority: one for each prompt, lower first.
+
+        Returns:
+            an output for each prompt, in their order.
+
+        Raises:
+            RequestError: a prompt or its parameters can't be served; nothing was queued.
+        """
+        work = _as_list(prompts)
+        params = _params_for(sampling_params, len(work))
+        priorities = list(priority) if priority is not None else [0] * len(work)
+        if len(priorities) != len(work):
+            raise RequestError(
+                f"{len(priorities)} priorities for {len(work)} prompts; give one for each", param="priority"
+            )
+        ready = [self._checked(i, p, s, len(work)) for i, (p, s) in enumerate(zip(work, params, strict=True))]
+        ids = [str(next(self._ids)) for _ in work]
+        with _bar(use_tqdm, len(work)) as bar:
+            return self._run(list(zip(ids, ready, params, priorities, strict=True)), bar)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        add_generation_prompt: bool = True,
+        **template_kwargs: Any,
+    ) -> list[RequestOutput]:
+        """Answer conversations, rendered with the model's chat template.
+
+        Args:
+            messages: a conversation (dicts with ``role`` and ``content``), or several.
+            template_kwargs: passed to the template.
+
+        Raises:
+            RequestError: there is no tokenizer or no template, or the template refuses the messages.
+        """
+        tokenizer = self.llm_engine.tokenizer
+        if tokenizer is None:
+            raise RequestError("chat needs a tokenizer; this model has none", param="messages")
+        conversations = [messages] if not messages or isinstance(messages[0], Mapping) else messages
+        prompts: list[PromptInput] = []
+        for conversation in conversations:
+            text = tokenizer.render_chat(conversation, add_generation_prompt, **template_kwargs)  # type: ignore[arg-type]
+            ids = tokenizer.encode(text, add_special_tokens=False)
+            prompts.append({"prompt": text, "prompt_token_ids": ids})
+        return self.generate(prompts, sampling_params, use_tqdm)
+
+    def _checked(self, number: int, prompt: PromptInput, params: SamplingParams, total: int) -> PromptInput:
+        """The prompt as ids, refused now if it can't be served."""
+        engine = self.llm_engine
+        try:
+            request = make_request(
+                "", prompt, params, 0, tokenizer=engine.tokenizer,
+                vocab_size=engine.runner.model.vocab_size, max_model_len=engine.max_model_len,
+            )  # fmt: skip
+        except RequestError as error:
+            if total == 1:
+                raise
+            raise RequestError(
+                f"prompt {number}: {error}", param=error.param, status=error.status, code=error.code
+            ) from None
+        ids: dict[str, Any] = {"prompt_token_ids": request.prompt_token_ids}
+        return ids if request.prompt is None else ids | {"prompt": request.prompt}
+
+    def _run(
+        self, work: list[tuple[str, PromptInput, SamplingParams, int]], bar: Progress
+    ) -> list[RequestOutput]:
+        """Feed the queue as it has room, and collect final outputs."""
+        engine, done = self.llm_engine, dict[str, RequestOutput]()
+        task = bar.add_task("answering", total=len(work), speed="")
+        waiting = list(reversed(work))
+        limit = engine.limits.max_queue_len
+        try:
+            while waiting or engine.has_unfinished_requests():
+                while waiting and (limit is None or engine.scheduler.num_waiting_new < max(limit, 1)):
+                    engine.add_request(*waiting.pop())
+                for output in engine.step():
+                    if output.finished:
+                        done[output.request_id] = output
+                        bar.update(task, advance=1)
+        except BaseException:
+            engine.abort_request(request_id for request_id, *_ in work)
+            engine.step()
+            raise
+        return [done[request_id] for request_id, *_ in work]
+
+
+def _as_list(prompts: PromptInput | Sequence[PromptInput]) -> list[PromptInput]:
+    """Several prompts from one or several; a list of integers is one."""
+    if isinstance(prompts, str | dict):
+        return [prompts]
+    listed = list(prompts)
+    if listed and not isinstance(listed[0], str | dict | Sequence):
+        return [listed]  # type: ignore[list-item]
+    return listed  # type: ignore[return-value]
+
+
+def _params_for(given: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+    if given is None or isinstance(given, SamplingParams):
+        return [given or SamplingParams()] * count
+    if len(given) != count:
+        raise RequestError(
+            f"{len(given)} sampling_params for {count} prompts; give one, or one for each",
+            param="sampling_params",
+        )
+    return list(given)
+
+
+def _bar(visible: bool, total: int) -> Progress:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    return Progress(*columns, disable=not visible or total == 0, transient=False)

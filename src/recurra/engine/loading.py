@@ -1,0 +1,113 @@
+"""From settings to a model in memory, in the order in which mistakes are cheapest to find."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from recurra.config.engine import EngineConfig, ModelFacts, Settled, resolve
+from recurra.device import Device, detect
+from recurra.engine.tokenizer import Tokenizer
+from recurra.errors import ConfigError
+from recurra.models import CausalLM, ModelConfig, load_model, read_config
+from recurra.ops import Ops, build
+
+#: Called with what is going on, how much is done, and of how much.
+Progress = Callable[[str, int, int], None]
+
+#: Share of the free memory that states may take on a CPU, where others live too.
+CPU_SHARE = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What an engine is made of.
+
+    Attributes:
+        settled: the settings, nothing left to choose.
+        model_config: the checkpoint's numbers.
+        model: the weights, on the device.
+        ops: the operators that the model was built with.
+        tokenizer: None: token ids in and out.
+    """
+
+    settled: Settled
+    model_config: ModelConfig
+    model: CausalLM
+    ops: Ops
+    tokenizer: Tokenizer | None
+
+
+def load(config: EngineConfig, progress: Progress | None = None) -> Parts:
+    """Check everything that needs no weights, then read them.
+
+    Raises:
+        ConfigError: a setting that can't work; raised before weights are read.
+        CheckpointError: the folder can't be read or doesn't fit.
+    """
+    device = detect(config.device, config.num_threads)
+    model_config = read_config(Path(config.model))
+    # A context length in the checkpoint tells how it was trained; the recurrence has no limit there.
+    facts = ModelFacts(model_config.torch_dtype, None, model_config.ssm_dtype)
+    settled = resolve(config, facts, device)
+    ops = build(device, settled.backend, settled.prefill_backend)
+    tokenizer = load_tokenizer(config, model_config.vocab_size)
+    torch.set_num_threads(device.num_threads)
+    model = load_model(
+        model_config,
+        ops=ops,
+        device=device.torch_device,
+        weight_dtype=settled.weight_dtype,
+        act_dtype=settled.act_dtype,
+        conv_dtype=settled.conv_dtype,
+        ssm_dtype=settled.ssm_dtype,
+        load_format=config.load_format,
+        seed=config.seed,
+        progress=progress,
+    )
+    return Parts(settled, model_config, model, ops, tokenizer)
+
+
+def load_tokenizer(config: EngineConfig, vocab_size: int) -> Tokenizer | None:
+    """The tokenizer, if there is one and it is wanted."""
+    if config.skip_tokenizer_init:
+        return None
+    folder = Path(config.tokenizer or config.model)
+    tokenizer = Tokenizer.from_folder(folder, chat_template=config.chat_template, model_path=config.model)
+    if tokenizer is None and config.tokenizer is not None:
+        raise ConfigError(
+            "tokenizer", config.tokenizer, "there is no tokenizer.json.",
+            "Give a folder that has one, or skip_tokenizer_init=True.",
+        )  # fmt: skip
+    if tokenizer is not None:
+        tokenizer.check_vocab(vocab_size)
+    return tokenizer
+
+
+def end_ids(parts: Parts) -> frozenset[int]:
+    """Tokens that end an answer: the checkpoint's and the tokenizer's."""
+    own = parts.tokenizer.eos_token_ids if parts.tokenizer is not None else frozenset()
+    return own | frozenset(parts.model_config.eos_token_ids)
+
+
+def free_state_bytes(device: Device, gpu_memory_utilization: float) -> int:
+    """Bytes that states may take, with the weights in place."""
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device.index)
+        return int(free - (1.0 - gpu_memory_utilization) * total)
+    return int(_available_memory() * CPU_SHARE)
+
+
+def _available_memory() -> int:
+    """Bytes that can be had without swapping; 4 GiB where the system doesn't say."""
+    try:
+        with open("/proc/meminfo", encoding="ascii") as lines:
+            for line in lines:
+                if line.startswith("MemAvailable:"):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return 4 << 30

@@ -1,0 +1,167 @@
+"""The next token of each row: one pass over all rows, greedy rows skip what they don't need."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from recurra.engine import rows
+from recurra.engine.sampling_rows import Asks, Penalties, RowSettings, SpellOut, make_asks, row_settings
+from recurra.engine.seeds import uniforms
+from recurra.types import PositionLogprobs, Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Choices:
+    """What was chosen.
+
+    Attributes:
+        tokens: a token for each row.
+        best: the largest logit of each row, after penalties and bans: -inf where these left no token.
+        logprobs: by row, for the rows that asked.
+    """
+
+    tokens: list[int]
+    best: list[float]
+    logprobs: dict[int, PositionLogprobs]
+
+
+class Sampler:
+    """Chooses tokens; keeps each live answer's seed and counts between steps.
+
+    Args:
+        vocab_size: V.
+        device: where logits live.
+        seed: of the seeds given to requests that bring none.
+        end_ids: the model's end tokens.
+        spell_out: encodes bad words, None without a tokenizer.
+        texts: token id to its text, for log-probabilities.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        device: torch.device,
+        seed: int,
+        end_ids: frozenset[int],
+        spell_out: SpellOut | None,
+        texts: rows.Texts,
+    ) -> None:
+        self.vocab_size = vocab_size
+        self.device = device
+        self.texts = texts
+        self._end_ids = end_ids
+        self._spell_out = spell_out
+        self._seeds = random.Random(seed)
+        self._asks: dict[Sequence, Asks] = {}
+        self._last: tuple[list[Sequence], list[Asks], RowSettings] | None = None
+
+    def add(self, answers: Iterable[Sequence]) -> None:
+        """Meet the answers of a new request. One without a seed gets a fresh one."""
+        seed: int | None = None
+        for answer in answers:
+            if seed is None:
+                given = answer.request.params.seed
+                seed = self._seeds.getrandbits(64) if given is None else given
+            self._asks[answer] = make_asks(answer, seed, self._end_ids, self._spell_out)
+
+    def forget(self, answer: Sequence) -> None:
+        """Drop what is kept of an answer that ended."""
+        self._asks.pop(answer, None)
+        self._last = None
+
+    def __len__(self) -> int:
+        return len(self._asks)
+
+    def sample(self, logits: Tensor, sequences: list[Sequence]) -> Choices:
+        """Choose a token for each row.
+
+        Args:
+            logits: (R, V) float32, may be overwritten.
+            sequences: R of them, each with all its tokens so far.
+        """
+        asks, settings = self._settings(sequences)
+        raw = torch.log_softmax(logits[settings.logprobs], -1) if settings.logprobs else None
+        if settings.edits:
+            self._edit(logits, sequences, asks, settings)
+        tokens = rows.argmax(logits)
+        best = logits.gather(1, tokens[:, None])[:, 0]
+        if settings.random:
+            tokens = self._draw(logits, tokens, best, sequences, settings)
+        logprobs: dict[int, PositionLogprobs] = {}
+        if raw is not None:
+            found = rows.scores(raw, tokens[settings.logprobs], settings.logprob_counts, self.texts)
+            logprobs = dict(zip(settings.logprobs, found, strict=True))
+        return Choices(tokens.tolist(), best.tolist(), logprobs)
+
+    def _settings(self, sequences: list[Sequence]) -> tuple[list[Asks], RowSettings]:
+        """This step's parameters: those of the last step if its rows are the same."""
+        if self._last is None or self._last[0] != sequences:
+            asks = [self._asks[s] for s in sequences]
+            settings = row_settings(sequences, asks, self.vocab_size, self.device)
+            self._last = (list(sequences), asks, settings)
+        return self._last[1], self._last[2]
+
+    # ---- changes to logits: bias, penalties, then bans ----
+
+    def _edit(
+        self, logits: Tensor, sequences: list[Sequence], asks: list[Asks], settings: RowSettings
+    ) -> None:
+        if settings.bias[0].numel():
+            at_row, at_token, value = settings.bias
+            logits.index_put_((at_row, at_token), value, accumulate=True)
+        if settings.penalised:
+            self._penalise(logits, sequences, asks, settings)
+        banned = [(i, token) for i in settings.restless for token in asks[i].barred(sequences[i])]
+        if banned:
+            columns = torch.tensor(banned, device=self.device).unbind(1)
+            logits.index_put_(tuple(columns), logits.new_tensor(float("-inf")))
+
+    def _penalise(
+        self, logits: Tensor, sequences: list[Sequence], asks: list[Asks], settings: RowSettings
+    ) -> None:
+        entries = Penalties()
+        for i in settings.penalised:
+            entries.add(i, asks[i].update_seen(sequences[i]), sequences[i].request.params)
+        place = (self._column(entries.rows), self._column(entries.ids))
+        factor = self._column(entries.factor)
+        found = logits[place]
+        found = torch.where(found > 0, found / factor, found * factor) - self._column(entries.subtract)
+        logits.index_put_(place, found)
+
+    def _column(self, parts: list[NDArray[np.int64]] | list[NDArray[np.float32]]) -> Tensor:
+        return torch.from_numpy(np.concatenate(parts)).to(self.device)
+
+    # ---- drawing ----
+
+    def _draw(
+        self, logits: Tensor, greedy: Tensor, best: Tensor, sequences: list[Sequence], settings: RowSettings
+    ) -> Tensor:
+        """Replace the greedy choice of the rows that are drawn."""
+        drawn = [sequences[i] for i in settings.random]
+        places = np.array([len(s.token_ids) - s.num_prompt for s in drawn], np.uint64)
+        uniform = torch.from_numpy(uniforms(settings.seeds, places)).to(self.device)
+        at = torch.tensor(settings.random, device=self.device)
+        step = rows.rows_at_once(self.vocab_size)
+        chosen = []
+        for start in range(0, len(drawn), step):
+            part = slice(start, start + step)
+            x = (logits[at[part]] - best[at[part], None]) / settings.temperature[part]
+            chosen.append(rows.draw(_filter(x, settings, part), uniform[part]))
+        return greedy.index_copy(0, at, torch.cat(chosen))
+
+
+def _filter(x: Tensor, settings: RowSettings, part: slice) -> Tensor:
+    """Put out of reach what min_p, then top_k, then top_p exclude; x (R, V) has its largest at 0."""
+    if settings.floor:
+        x = x.masked_fill(x < settings.log_min_p[part], float("-inf"))
+    if settings.cut:
+        least = rows.threshold(x, settings.top_k[part], settings.top_p[part])
+        x = x.masked_fill(x < least, float("-inf"))
+    return x

@@ -1,0 +1,335 @@
+"""What the next step computes, and who holds a slot. Policy only: no tensor, no torch.
+
+A sequence is *waiting* (queued, no slot), *prefilling* or *decoding* (both hold a slot), or finished.
+Slots never run out: what finds none free waits. Answers 2 to n of a request wait for the first one's
+prompt, take their first token from its logits, and join the queue with a snapshot of its state.
+
+>>> plan = scheduler.schedule()
+>>> scheduler.commit(plan, tokens, finished, snapshots)
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from recurra.cache.alloc import SlotAllocator
+from recurra.config.scheduler import SchedulerLimits
+from recurra.errors import QueueFullError, RequestError
+from recurra.types import SCRATCH_SLOT, Request, Sequence, Status
+
+#: A saved state, opaque here.
+Snapshot = Any
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillChunk:
+    """A piece of one prompt.
+
+    Attributes:
+        sequence: the request's first answer, which computes the prompt for all.
+        start: tokens computed before; 0 means that the slot's content is nobody's.
+        length: tokens of this piece.
+        answers: every answer that waits for this prompt, the first one included.
+    """
+
+    sequence: Sequence
+    start: int
+    length: int
+    answers: tuple[Sequence, ...]
+
+    @property
+    def end(self) -> int:
+        return self.start + self.length
+
+    @property
+    def is_last(self) -> bool:
+        """The prompt is done after this piece, and each answer gets its first token."""
+        return self.end == self.sequence.num_prompt
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One step: states to load first, then decode rows and prompt pieces, computed together."""
+
+    restores: tuple[tuple[Sequence, Snapshot], ...]
+    decode: tuple[Sequence, ...]
+    prefill: tuple[PrefillChunk, ...]
+
+    def __bool__(self) -> bool:
+        return bool(self.decode or self.prefill)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.decode) + sum(chunk.length for chunk in self.prefill)
+
+
+@dataclass(order=True, slots=True)
+class _Entry:
+    """A place in the queue: by priority, then by arrival, then by answer."""
+
+    priority: int
+    order: int
+    index: int
+    sequence: Sequence = field(compare=False)
+    snapshot: Snapshot = field(default=None, compare=False)
+
+
+@dataclass(slots=True)
+class _Live:
+    """An unfinished request: its answers and its place in the order of arrival."""
+
+    order: int
+    sequences: tuple[Sequence, ...]
+
+
+def _nothing(sequence: Sequence) -> None:
+    """Called at a sequence's end where nobody asked to know."""
+
+
+class Scheduler:
+    """Continuous batching under a token budget, first come first served within a priority.
+
+    Args:
+        limits: sequences and tokens of a step, and the queue's length.
+        slots: who holds what.
+        on_finish: called with each sequence that ends, for whatever reason, while it still has its slot.
+    """
+
+    def __init__(
+        self,
+        limits: SchedulerLimits,
+        slots: SlotAllocator,
+        on_finish: Callable[[Sequence], None] = _nothing,
+    ) -> None:
+        self.limits = limits
+        self.slots = slots
+        self._on_finish = on_finish
+        self._live: dict[str, _Live] = {}
+        self._queue: list[_Entry] = []  # a heap; entries of finished sequences stay until they surface
+        self._prefilling: dict[Sequence, None] = {}
+        self._decoding: dict[Sequence, None] = {}
+        self._arrivals = 0
+        self._queued = 0  # live entries
+        self._queued_new = 0  # of which no token is computed yet
+
+    # ---- what is there ----
+
+    @property
+    def num_running(self) -> int:
+        """Sequences that hold a slot."""
+        return len(self._prefilling) + len(self._decoding)
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences that are ready to run and find no room."""
+        return self._queued
+
+    @property
+    def num_waiting_new(self) -> int:
+        """Of those, requests that were never started: what ``max_queue_len`` limits."""
+        return self._queued_new
+
+    def has_unfinished(self) -> bool:
+        return bool(self._live)
+
+    def is_live(self, request_id: str) -> bool:
+        return request_id in self._live
+
+    # ---- coming and going ----
+
+    def add(self, request: Request) -> tuple[Sequence, ...]:
+        """Queue a request; returns its n answers to be.
+
+        Raises:
+            QueueFullError: as many requests wait as ``max_queue_len`` allows.
+            RequestError: its id is in use.
+        """
+        if request.request_id in self._live:
+            raise RequestError(
+                f"request_id {request.request_id!r} is in use; wait until it finished, or choose another",
+                param="request_id",
+            )
+        self.check_queue()
+        prompt = list(request.prompt_token_ids)
+        sequences = tuple(Sequence(request, index, prompt.copy()) for index in range(request.params.n))
+        self._live[request.request_id] = _Live(self._arrivals, sequences)
+        self._arrivals += 1
+        self._enqueue(sequences[0], None)
+        return sequences
+
+    def check_queue(self) -> None:
+        """Raise QueueFullError where one more request would be one too many."""
+        limit = self.limits.max_queue_len
+        if limit is not None and self._queued_new >= max(limit, 1):
+            raise QueueFullError(limit)
+
+    def abort(self, request_id: str) -> bool:
+        """End a request wherever it is; False if it isn't live. Its slots are free on return."""
+        live = self._live.get(request_id)
+        if live is None:
+            return False
+        for sequence in live.sequences:
+            if sequence.status is not Status.FINISHED:
+                self._finish(sequence)
+        self._compact()
+        return True
+
+    # ---- the step ----
+
+    def schedule(self) -> Plan:
+        """Choose the next step's rows: decoding first, then started prompts, then the queue.
+
+        Where decoding alone would fill the budget, a quarter is kept for prompts, and the decoding
+        sequences take turns.
+        """
+        budget = self.limits.max_num_batched_tokens
+        reserve = max(1, budget // 4) if self._prefilling or self._can_admit() else 0
+        decode = self._take_turns(budget - reserve)
+        budget -= len(decode)
+        chunks: list[PrefillChunk] = []
+        for sequence in self._prefilling:
+            if budget == 0:
+                break
+            budget -= self._append_chunk(chunks, sequence, budget)
+        restores = []
+        while budget > 0 and self._can_admit():
+            entry = self._admit()
+            if entry.snapshot is None:
+                budget -= self._append_chunk(chunks, entry.sequence, budget)
+            else:
+                restores.append((entry.sequence, entry.snapshot))
+                decode.append(entry.sequence)
+                budget -= 1
+        return Plan(tuple(restores), tuple(decode), tuple(chunks))
+
+    def commit(
+        self,
+        plan: Plan,
+        tokens: Mapping[Sequence, int],
+        finished: Collection[Sequence],
+        snapshots: Mapping[str, Snapshot],
+    ) -> None:
+        """Record what a step did; nothing is recorded for sequences aborted since it was planned.
+
+        Args:
+            plan: what :meth:`schedule` returned last.
+            tokens: the new token of each sequence that got one.
+            finished: sequences that end with this step.
+            snapshots: by request id, the state after a prompt that was completed in this step and whose
+                further answers still need it.
+        """
+        for sequence in plan.decode:
+            if sequence.status is Status.RUNNING:
+                sequence.num_computed += 1
+        for chunk in plan.prefill:
+            if chunk.sequence.status is Status.RUNNING:
+                self._advance(chunk)
+        for sequence, token in tokens.items():
+            if sequence.status is not Status.FINISHED:
+                sequence.token_ids.append(token)
+        for sequence in finished:
+            if sequence.status is not Status.FINISHED:
+                self._finish(sequence)
+        for chunk in plan.prefill:
+            if chunk.is_last:
+                self._enqueue_answers(chunk, snapshots)
+        self.check(plan)
+
+    def check(self, plan: Plan | None = None) -> None:
+        """Assert the invariants: of a plan's sequences, and of the whole when nothing runs."""
+        assert self.slots.num_used == self.num_running, (self.slots.num_used, self.num_running)
+        assert self.num_running <= self.limits.max_num_seqs
+        for sequence in plan.decode if plan else ():
+            sequence.check()
+        for chunk in plan.prefill if plan else ():
+            chunk.sequence.check()
+        if not self._live:
+            assert self._queued == self._queued_new == self.num_running == 0, self
+            self.slots.check()
+
+    # ---- parts of a step ----
+
+    def _take_turns(self, room: int) -> list[Sequence]:
+        """Up to ``room`` decoding sequences; those that ran go to the end if not all could."""
+        chosen = list(self._decoding)[:room]
+        if len(chosen) < len(self._decoding):
+            for sequence in chosen:
+                del self._decoding[sequence]
+                self._decoding[sequence] = None
+        return chosen
+
+    def _append_chunk(self, chunks: list[PrefillChunk], sequence: Sequence, budget: int) -> int:
+        start = sequence.num_computed
+        length = min(budget, sequence.num_prompt - start)
+        answers = self._live[sequence.request.request_id].sequences
+        chunks.append(PrefillChunk(sequence, start, length, answers))
+        return length
+
+    def _advance(self, chunk: PrefillChunk) -> None:
+        chunk.sequence.num_computed = chunk.end
+        if chunk.is_last:
+            del self._prefilling[chunk.sequence]
+            self._decoding[chunk.sequence] = None
+
+    def _enqueue_answers(self, chunk: PrefillChunk, snapshots: Mapping[str, Snapshot]) -> None:
+        for answer in chunk.answers[1:]:
+            if answer.status is not Status.FINISHED:
+                answer.num_computed = chunk.end
+                self._enqueue(answer, snapshots[answer.request.request_id])
+
+    # ---- the queue ----
+
+    def _enqueue(self, sequence: Sequence, snapshot: Snapshot) -> None:
+        request = sequence.request
+        order = self._live[request.request_id].order
+        heapq.heappush(self._queue, _Entry(request.priority, order, sequence.index, sequence, snapshot))
+        self._queued += 1
+        self._queued_new += snapshot is None
+
+    def _can_admit(self) -> bool:
+        """Somebody waits, and there is a slot and a row for it."""
+        return self._queued > 0 and self.slots.num_free > 0 and self.num_running < self.limits.max_num_seqs
+
+    def _admit(self) -> _Entry:
+        """Give the first in the queue a slot."""
+        entry = heapq.heappop(self._queue)
+        while entry.sequence.status is Status.FINISHED:
+            entry = heapq.heappop(self._queue)
+        self._queued -= 1
+        self._queued_new -= entry.snapshot is None
+        entry.sequence.slot = self.slots.allocate()
+        entry.sequence.status = Status.RUNNING
+        running = self._prefilling if entry.snapshot is None else self._decoding
+        running[entry.sequence] = None
+        return entry
+
+    def _compact(self) -> None:
+        """Drop entries of finished sequences once they are the greater part."""
+        if len(self._queue) > 2 * self._queued + 64:
+            self._queue = [e for e in self._queue if e.sequence.status is not Status.FINISHED]
+            heapq.heapify(self._queue)
+
+    # ---- the end of a sequence ----
+
+    def _finish(self, sequence: Sequence) -> None:
+        """The only way out: whatever the sequence held is given back."""
+        self._on_finish(sequence)
+        if sequence.status is Status.RUNNING:
+            self._prefilling.pop(sequence, None)
+            self._decoding.pop(sequence, None)
+            self.slots.free(sequence.slot)
+            sequence.slot = SCRATCH_SLOT
+        elif self._is_queued(sequence):
+            self._queued -= 1
+            self._queued_new -= sequence.num_computed == 0
+        sequence.status = Status.FINISHED
+        request_id = sequence.request.request_id
+        if all(s.status is Status.FINISHED for s in self._live[request_id].sequences):
+            del self._live[request_id]
+
+    def _is_queued(self, sequence: Sequence) -> bool:
+        """Whether a waiting sequence is in the queue: answers 2 to n aren't until the prompt is done."""
+        return sequence.index == 0 or sequence.num_computed > 0

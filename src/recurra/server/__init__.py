@@ -1,1 +1,33 @@
-"""server"""
+"""The HTTP server in front of an engine in its own process.
+
+>>> exit_code = serve(ServerConfig(port=8000), EngineConfig(model="checkpoints/mamba2-130m"))
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from recurra.config.engine import EngineConfig
+    from recurra.config.server import ServerConfig
+
+
+def serve(server_config: ServerConfig, engine_config: EngineConfig) -> int:
+    """Serve until a signal; returns the process's exit code.
+
+    Returns:
+        0 after a graceful stop, 1 if the engine can't be kept running, 2 for a setting or a checkpoint
+        that can't work (the log says which), 128 + N after a second signal N.
+
+    Raises:
+        MissingDependencyError: the packages of the ``serve`` extra are not installed.
+    """
+    from recurra.errors import MissingDependencyError
+
+    try:
+        from recurra.server.run import run
+    except ModuleNotFoundError as error:
+        if error.name is not None and error.name.startswith("recurra"):
+            raise
+        raise MissingDependencyError(str(error.name), "recurra serve", "serve") from error
+    return run(server_config, engine_config)

@@ -1,0 +1,1 @@
+"""What every request passes, outermost first: access, auth, draining, body limit."""

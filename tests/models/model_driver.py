@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -103,12 +104,7 @@ class Driver:
     def pieces(self, tokens: Sequence[int], cuts: Sequence[int], slot: int = 1) -> Tensor:
         """The same in several steps of prefill, cut at these positions."""
         bounds = [0, *cuts, len(tokens)]
-        return torch.cat(
-            [
-                self.step(prefill=[Piece(slot, tokens[a:b], a)])[0]
-                for a, b in zip(bounds[:-1], bounds[1:], strict=True)
-            ]
-        )
+        return torch.cat([self.step(prefill=[Piece(slot, tokens[a:b], a)])[0] for a, b in pairwise(bounds)])
 
     def token_by_token(self, tokens: Sequence[int], slot: int = 1) -> Tensor:
         """The same, the first token as a prompt and each other as a decode step."""

@@ -108,7 +108,7 @@ class LLMEngine:
 
     def has_unfinished_requests(self) -> bool:
         """Whether a call of :meth:`step` has something to do or to tell."""
-        return len(self._book) > 0
+        return self._book.num_open > 0
 
     def step(self) -> list[RequestOutput]:
         """Compute one step of everything that has room, and return what changed.

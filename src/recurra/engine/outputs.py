@@ -51,7 +51,8 @@ class OutputBook:
         self.generated_tokens = 0
         self.finish_reasons: Counter[str] = Counter()
 
-    def __len__(self) -> int:
+    @property
+    def num_open(self) -> int:
         """Requests whose final output was not collected yet."""
         return len(self._pages) + sum(page.finished for page in self._news.values())
 

@@ -76,7 +76,9 @@ class Sampler:
         self._asks.pop(answer, None)
         self._last = None
 
-    def __len__(self) -> int:
+    @property
+    def num_answers(self) -> int:
+        """Answers that are remembered."""
         return len(self._asks)
 
     def sample(self, logits: Tensor, sequences: list[Sequence]) -> Choices:

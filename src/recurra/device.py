@@ -47,6 +47,20 @@ def environment(name: str, default: str = "") -> str:
     return os.environ.get(f"RECURRA_{name}", default)
 
 
+#: Beginnings of the names that change how this program computes.
+_TELLING = ("RECURRA_", "OMP_", "MKL_", "NUMBA_", "TORCH", "TRITON_", "CUDA_", "PYTORCH_", "TOKENIZERS_")
+_SECRET = ("KEY", "TOKEN", "SECRET", "PASSWORD")
+
+
+def telling_environment() -> dict[str, str]:
+    """Variables that a bug report should show; the values of what may be secret are left out."""
+    found = {name: value for name, value in sorted(os.environ.items()) if name.startswith(_TELLING)}
+    return {
+        name: "(set)" if any(word in name.replace("TOKENIZERS", "") for word in _SECRET) else value
+        for name, value in found.items()
+    }
+
+
 @cache
 def _installed(package: str) -> bool:
     return importlib.util.find_spec(package) is not None

@@ -20,7 +20,7 @@ from recurra.models.stack import TIED, MambaStack
 from recurra.models.weights import FLOATS, Progress, draw, load
 from recurra.ops import Ops
 
-__all__ = ["ARCHITECTURES", "LOAD_FORMATS", "CausalLM", "ModelConfig", "load_model", "read_config"]
+__all__ = ["ARCHITECTURES", "LOAD_FORMATS", "CausalLM", "ModelConfig", "load_model", "read_config", "skeleton"]
 
 #: Architecture to the family that serves it, as ``module:name``; a module is imported when it is needed.
 ARCHITECTURES = {
@@ -109,6 +109,21 @@ def load_model(
         load(model, family.entries, config.num_layers, files, tied, progress)
         files.close()
     return model.eval()
+
+
+def skeleton(
+    config: ModelConfig,
+    *,
+    ops: Ops,
+    weight_dtype: torch.dtype,
+    act_dtype: torch.dtype,
+    conv_dtype: torch.dtype,
+    ssm_dtype: torch.dtype,
+) -> MambaStack:
+    """The model without its weights, on the "meta" device: to count parameters and bytes."""
+    dtypes = Dtypes(weight_dtype, act_dtype, conv_dtype, ssm_dtype, config.residual_in_fp32)
+    meta = torch.device("meta")
+    return MambaStack(config, _family(config.architecture), ops=ops, dtypes=dtypes, device=meta)
 
 
 def _architecture(layout: Layout, fields: Fields) -> str:

@@ -1,0 +1,68 @@
+"""The table of commands, and what happens when one fails."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from cyclopts import App, CycloptsError, Group
+
+from recurra import __version__
+from recurra.cli.failure import FAILED, INTERRUPTED, OK, USAGE, report, report_usage
+from recurra.errors import ConfigError, RecurraError
+
+_TEXT = Group("Text", sort_key=0)
+_SERVICE = Group("Service", sort_key=1)
+_MACHINE = Group("This machine", sort_key=2)
+_COMMANDS = (
+    ("generate", _TEXT, "Continue a prompt, given as --prompt, as a file or on stdin."),
+    ("chat", _TEXT, "Talk with a model in the terminal."),
+    ("complete", _TEXT, "Continue whatever you type, again and again."),
+    ("run-batch", _TEXT, "Answer a file of requests in OpenAI's batch format."),
+    ("serve", _SERVICE, "Serve a model over HTTP with OpenAI's API."),
+    ("explain", _MACHINE, "Show which backend runs each operator, and why; with a model, what it costs."),
+    ("collect-env", _MACHINE, "Show versions, device and settings, for bug reports."),
+)
+
+
+def build_app() -> App:
+    """The command tree; no command's module is imported yet."""
+    app = App(
+        name="recurra",
+        version=__version__,
+        help="Inference and serving for language models whose memory is a state.",
+        help_epilogue="recurra COMMAND --help lists a command's options. --debug shows tracebacks.",
+        help_format="plaintext",
+    )
+    for name, group, text in _COMMANDS:
+        module = name.replace("-", "_")
+        app.command(f"recurra.cli.{module}:{module}", name=name, group=group, help=text)
+    return app
+
+
+def run(argv: list[str]) -> int:
+    """Run one command line and turn every ending into an exit code."""
+    debug = "--debug" in argv
+    argv = [argument for argument in argv if argument != "--debug"]
+    try:
+        result: Any = build_app()(
+            argv or ["--help"], exit_on_error=False, print_error=False, result_action="return_value"
+        )
+    except CycloptsError as error:
+        report_usage(error, [name for name, _, _ in _COMMANDS])
+        return USAGE
+    except RecurraError as error:
+        if debug:
+            raise
+        report(error)
+        return USAGE if isinstance(error, ConfigError) else FAILED
+    except KeyboardInterrupt:
+        if debug:
+            raise
+        print(file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:
+        # The reader of our output (head, say) has left; the interpreter must not complain at exit.
+        sys.stdout = None
+        return OK
+    return result if isinstance(result, int) else OK

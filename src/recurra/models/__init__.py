@@ -20,7 +20,15 @@ from recurra.models.stack import TIED, MambaStack
 from recurra.models.weights import FLOATS, Progress, draw, load
 from recurra.ops import Ops
 
-__all__ = ["ARCHITECTURES", "LOAD_FORMATS", "CausalLM", "ModelConfig", "load_model", "read_config", "skeleton"]
+__all__ = [
+    "ARCHITECTURES",
+    "LOAD_FORMATS",
+    "CausalLM",
+    "ModelConfig",
+    "load_model",
+    "read_config",
+    "skeleton",
+]
 
 #: Architecture to the family that serves it, as ``module:name``; a module is imported when it is needed.
 ARCHITECTURES = {

@@ -270,7 +270,8 @@ def model_config(
     """Join what every model has with its family's numbers.
 
     Args:
-        tied_default: whether the head is the embedding when the file doesn't say.
+        tied_default: whether the head is the embedding when a transformers file doesn't say; in the
+            original layouts it then is.
         torch_dtype: of the stored weights.
     """
     names, path = NAMES[layout], fields.file.parent
@@ -282,7 +283,7 @@ def model_config(
         hidden_size=fields.whole(names.hidden_size),
         num_layers=fields.whole(names.num_layers),
         norm_eps=fields.number("layer_norm_epsilon", 1e-5),
-        tie_word_embeddings=fields.flag(names.tied, tied_default),
+        tie_word_embeddings=fields.flag(names.tied, tied_default or layout is not Layout.TRANSFORMERS),
         residual_in_fp32=fields.flag("residual_in_fp32", True),
         torch_dtype=torch_dtype,
         ssm_dtype=fields.number_format("mamba_ssm_cache_dtype"),

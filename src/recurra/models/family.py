@@ -28,7 +28,7 @@ class Family:
         read: for each layout that its checkpoints come in, how its numbers are read.
         mixer: builds one layer's mixer.
         entries: the checkpoint map of one mixer and the parts around it.
-        tied_default: whether the head is the embedding's table when a configuration doesn't say.
+        tied_default: whether the head is the embedding's table when transformers' configuration doesn't say.
     """
 
     read: Mapping[Layout, Callable[[Fields], Mamba1Sizes | Mamba2Sizes]]

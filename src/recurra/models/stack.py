@@ -19,8 +19,9 @@ from recurra.ops import Ops
 from recurra.ops.decode_stack import StackWeights
 from recurra.types import ForwardBatch
 
-#: Tokens of a kernel chunk. The answer doesn't depend on it; checkpoints' ``chunk_size`` is for training.
-CHUNK_SIZE = 128
+#: Tokens of a kernel chunk, by kind of device. The answer doesn't depend on it, only the time: each is
+#: what that device's kernels like best (checkpoints' ``chunk_size`` is about training).
+CHUNK_SIZES = {"cpu": 64, "cuda": 128, "meta": 64}  # on "meta", a model is its sizes alone
 
 #: What surrounds the mixers in a checkpoint.
 OUTER_ENTRIES = (
@@ -54,7 +55,7 @@ class MambaStack(nn.Module):
         super().__init__()
         width, eps = config.hidden_size, config.norm_eps
         self.vocab_size = config.vocab_size
-        self.chunk_size = CHUNK_SIZE
+        self.chunk_size = CHUNK_SIZES[device.type]
         self._dtypes = dtypes
         self.embedding = Embedding(config.vocab_size, width, dtypes=dtypes, device=device)
         self.layers = nn.ModuleList(

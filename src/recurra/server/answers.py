@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from recurra.engine.detokenizer import Detokenizer
-from recurra.server.client import Call
+from recurra.server.client import Call, CallDelta
 from recurra.server.errors import AnswerError
 from recurra.server.messages import AnswerDelta, PositionList, RequestDelta
 from recurra.server.protocol.usage import Usage, usage
@@ -112,6 +113,24 @@ async def collect(call: Call, totals: Totals) -> list[Whole]:
                 if answer.finish_reason is not None:
                     whole.answers[answer.index] = piece.whole(answer)
     return wholes
+
+
+async def pieces(call: Call, write: Callable[[CallDelta, list[bytes]], None]) -> AsyncIterator[bytes]:
+    """What ``write`` makes of a call's news, joined to one piece a turn.
+
+    Raises:
+        AnswerError: an answer failed; what was written before it has been yielded.
+    """
+    async for news in call:
+        out: list[bytes] = []
+        try:
+            for item in news:
+                write(item, out)
+        except AnswerError:
+            yield b"".join(out)
+            raise
+        if out:
+            yield b"".join(out)
 
 
 @dataclass(frozen=True, slots=True)

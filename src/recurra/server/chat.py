@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from recurra.errors import RequestError
-from recurra.server.answers import TokenNames, Totals, check_answer, collect, finite
-from recurra.server.client import Call, Prompt
-from recurra.server.messages import AnswerDelta, EngineInfo, PositionList, RequestDelta
+from recurra.server.answers import TokenNames, Totals, check_answer, collect, finite, pieces
+from recurra.server.client import Call, CallDelta, Prompt
+from recurra.server.messages import AnswerDelta, EngineInfo, PositionList
 from recurra.server.prompts import answer_limit
 from recurra.server.protocol.chat import (
     AnswerMessage,
@@ -86,10 +86,8 @@ class ChatWriter:
     async def events(self, call: Call, totals: Totals) -> AsyncIterator[bytes]:
         """The stream: the role, the pieces, the usage if wanted, then the end mark."""
         yield b"".join(self._opening(index) for index in range(self.body.n or 1))
-        async for news in call:
-            pieces = [self._pieces(item.delta, totals) for item in news]
-            if pieces:
-                yield b"".join(pieces)
+        async for data in pieces(call, lambda item, out: self._write(item, out, totals)):
+            yield data
         if self.body.include_usage:
             yield event(self._response("chat.completion.chunk", []) | {"usage": totals.usage()})
         yield DONE
@@ -106,11 +104,11 @@ class ChatWriter:
             response["prompt_token_ids"] = self.token_ids
         return event(response)
 
-    def _pieces(self, delta: RequestDelta, totals: Totals) -> bytes:
-        totals.add(delta)
-        out = []
-        for answer in delta.answers:
+    def _write(self, item: CallDelta, out: list[bytes], totals: Totals) -> None:
+        totals.add(item.delta)
+        for answer in item.delta.answers:
             check_answer(answer)
+            # Tokens whose text is held back say nothing yet.
             if (
                 answer.text
                 or answer.finish_reason is not None
@@ -119,7 +117,6 @@ class ChatWriter:
             ):
                 content: AnswerMessage = {"content": answer.text} if answer.text else {}
                 out.append(event(self._chunk(self._choice(answer) | {"delta": content}, totals)))
-        return b"".join(out)
 
     def _chunk(self, choice: ChatChoice, totals: Totals | None) -> ChatResponse:
         response = self._response("chat.completion.chunk", [choice])

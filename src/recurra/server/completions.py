@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from recurra.errors import RequestError
-from recurra.server.answers import Offsets, TokenNames, Totals, check_answer, collect, finite
-from recurra.server.client import Call, Prompt
-from recurra.server.messages import AnswerDelta, EngineInfo, PositionList, RequestDelta
+from recurra.server.answers import Offsets, TokenNames, Totals, check_answer, collect, finite, pieces
+from recurra.server.client import Call, CallDelta, Prompt
+from recurra.server.messages import AnswerDelta, EngineInfo, PositionList
 from recurra.server.prompts import answer_limit, check_ids, text_ids
 from recurra.server.protocol.completions import (
     CompletionChoice,
@@ -76,8 +76,6 @@ def engine_prompts(
     """
     if body.best_of is not None and body.best_of != (body.n or 1):
         raise RequestError("best_of is not supported beyond n", param="best_of", code="unsupported_field")
-    # echo with logprobs scores the prompt too, as evaluation harnesses ask.
-    prompt_logprobs = body.logprobs if body.echo and body.logprobs is not None else body.prompt_logprobs
     prompts = []
     for source in found:
         limit = answer_limit(len(source.token_ids), info, body.max_tokens, DEFAULT_MAX_TOKENS, "max_tokens")
@@ -86,10 +84,17 @@ def engine_prompts(
             has_tokenizer,
             max_tokens=limit,
             logprobs=body.logprobs,
-            **({} if prompt_logprobs is None else {"prompt_logprobs": prompt_logprobs}),
+            prompt_logprobs=_prompt_logprobs(body),
         )
         prompts.append(Prompt(source.token_ids, params, body.priority or 0))
     return prompts
+
+
+def _prompt_logprobs(body: CompletionRequest) -> int | None:
+    """echo with logprobs scores the prompt too, as evaluation harnesses ask."""
+    echoed = body.logprobs if body.echo else None
+    wanted = [count for count in (echoed, body.prompt_logprobs) if count is not None]
+    return max(wanted, default=None)
 
 
 @dataclass(slots=True)
@@ -129,26 +134,22 @@ class CompletionWriter:
 
     async def events(self, call: Call, totals: Totals) -> AsyncIterator[bytes]:
         """The stream: an event a piece, then the usage if wanted, then the end mark."""
-        async for news in call:
-            pieces = [self._event(item.prompt, item.delta, totals) for item in news]
-            if pieces:
-                yield b"".join(pieces)
+        async for data in pieces(call, lambda item, out: self._write(item, out, totals)):
+            yield data
         if self.body.include_usage:
             yield event(self._response([]) | {"usage": totals.usage()})
         yield DONE
 
-    def _event(self, number: int, delta: RequestDelta, totals: Totals) -> bytes:
-        totals.add(delta)
-        self._learn(number, delta.prompt_logprobs)
-        out = []
-        for answer in delta.answers:
+    def _write(self, item: CallDelta, out: list[bytes], totals: Totals) -> None:
+        totals.add(item.delta)
+        self._learn(item.prompt, item.delta.prompt_logprobs)
+        for answer in item.delta.answers:
             check_answer(answer)
-            if self._says_something(number, answer):
-                response = self._response([self.choice(number, answer)])
+            if self._says_something(item.prompt, answer):
+                response = self._response([self.choice(item.prompt, answer)])
                 if self.body.include_usage:
                     response["usage"] = totals.usage() if self.body.continuous_usage else None
                 out.append(event(response))
-        return b"".join(out)
 
     def _says_something(self, number: int, answer: AnswerDelta) -> bool:
         """Tokens whose text is held back (part of a character, perhaps a stop string) say nothing yet."""

@@ -14,6 +14,9 @@ from recurra.errors import EngineDeadError, RequestError
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 
 
+_MAX_MESSAGE = 1000
+
+
 class RefusalError(RequestError):
     """A request that can't be served now; ``retry_after`` seconds later it might be."""
 
@@ -68,6 +71,11 @@ class Problem:
         return JSONResponse(self.body(), self.status, dict(self.headers))
 
 
+def _short(message: str) -> str:
+    """A message that quotes a value may quote a whole body."""
+    return message if len(message) <= _MAX_MESSAGE else message[:_MAX_MESSAGE] + "..."
+
+
 def problem_of(error: Exception) -> Problem:
     """The reply for an exception of a call; for one nobody foresaw it tells no internals."""
     if isinstance(error, EngineDeadError):
@@ -76,5 +84,5 @@ def problem_of(error: Exception) -> Problem:
     if isinstance(error, RequestError):
         retry_after = getattr(error, "retry_after", None)
         headers = {} if retry_after is None else {"Retry-After": str(retry_after)}
-        return Problem(error.status, str(error), error.param, error.code, headers)
+        return Problem(error.status, _short(str(error)), error.param, error.code, headers)
     return Problem(500, f"internal error: {type(error).__name__}", None, "internal_error")

@@ -120,7 +120,7 @@ async def tokenize(body: TokenizeRequest, state: State) -> Response:
         ids = await text_ids(state.tokenizer, body.prompt, body.add_special_tokens is not False, "prompt")
     names = TokenNames(state.tokenizer)
     strings = [names.name(token_id) for token_id in ids] if body.return_token_strs else None
-    limit = state.info.max_model_len
+    limit = state.facts.max_model_len
     return _json({"count": len(ids), "max_model_len": limit, "tokens": ids, "token_strs": strings})
 
 
@@ -130,7 +130,7 @@ async def detokenize(body: DetokenizeRequest, state: State) -> Response:
     _check(body, state)
     tokenizer = need_tokenizer(state.tokenizer, "tokens")
     if body.tokens:
-        check_ids(body.tokens, state.info, "tokens")
+        check_ids(body.tokens, state.facts, "tokens")
     return _json({"prompt": tokenizer.decode(body.tokens, skip_special_tokens=False)})
 
 

@@ -49,6 +49,15 @@ class ServerState:
         return info
 
     @property
+    def facts(self) -> EngineInfo:
+        """What the engine said of itself when it was last ready, also while it restarts.
+
+        Raises:
+            RefusalError: 503, the model is still loading.
+        """
+        return self.supervisor.info or self.info
+
+    @property
     def status(self) -> str:
         """One word for /health: "ok", or why not."""
         if self.draining:

@@ -58,27 +58,24 @@ class BodyLimit:
             waits = headers.get(b"expect", b"").lower() == b"100-continue"
             await self._refuse(scope, receive, send, discard=not waits)
             return
-        body = await self._read(receive)
+        body, complete = await self._read(receive)
         if body is None:
-            await self._refuse(scope, receive, send, discard=True)
+            await self._refuse(scope, receive, send, discard=not complete)
             return
         await self._app(scope, _replay(body, receive), send)
 
-    async def _read(self, receive: Receive) -> bytes | None:
-        """The body; None as soon as it is too large."""
+    async def _read(self, receive: Receive) -> tuple[bytes | None, bool]:
+        """The body, or None as soon as it is too large; and whether nothing more of it comes."""
         chunks: list[bytes] = []
         size = 0
-        while True:
+        complete = False
+        while not complete and size <= self._limit:
             message = await receive()
-            if message["type"] != "http.request":
-                return b"".join(chunks)  # the client went away; the app will see that
-            chunk = message.get("body", b"")
-            size += len(chunk)
-            if size > self._limit:
-                return None
-            chunks.append(chunk)
-            if not message.get("more_body", False):
-                return b"".join(chunks)
+            # A client that goes away meanwhile ends the body; the app will see that it is gone.
+            complete = message["type"] != "http.request" or not message.get("more_body", False)
+            chunks.append(message.get("body", b""))
+            size += len(chunks[-1])
+        return (b"".join(chunks) if size <= self._limit else None), complete
 
     async def _refuse(self, scope: Scope, receive: Receive, send: Send, discard: bool) -> None:
         error = RequestError(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
 
 from recurra.errors import RequestError
 from recurra.server.protocol.known import check_extra
@@ -21,6 +23,12 @@ class Body(BaseModel):
     )
 
     model: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _characters(cls, value: Any) -> Any:
+        _check_characters(value)
+        return value
 
     def check_extra(self, ignore_unknown: bool) -> None:
         """Refuse what can't be honoured and, unless told otherwise, what nobody knows.
@@ -59,6 +67,22 @@ class Streamed(Body):
     @property
     def continuous_usage(self) -> bool:
         return self.include_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
+
+
+def _check_characters(value: Any) -> None:
+    """Refuse lone surrogates: JSON can spell them, but they are no text, and no reply could quote them."""
+    if isinstance(value, str):
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            raise PydanticCustomError("unicode", "holds a lone surrogate, which is no character") from None
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            _check_characters(key)
+            _check_characters(item)
+    elif isinstance(value, list) and value and type(value[0]) is not int:  # token ids have no text
+        for item in value:
+            _check_characters(item)
 
 
 def named(value: Any) -> dict[str, Any]:

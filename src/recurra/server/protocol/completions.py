@@ -22,10 +22,10 @@ def _is_ids(value: Any) -> bool:
 def _prompts(value: Any) -> list[str | list[int]]:
     """Any of OpenAI's four forms as a list of prompts."""
     if isinstance(value, str):
-        return [_unicode(value)]
+        return [value]
     if isinstance(value, list) and value:
         if all(isinstance(item, str) for item in value):
-            return [_unicode(item) for item in value]
+            return value
         if _is_ids(value):
             return [value]
         if all(_is_ids(item) for item in value):
@@ -33,14 +33,6 @@ def _prompts(value: Any) -> list[str | list[int]]:
     if value == []:
         raise PydanticCustomError("empty_prompt", "the list is empty")
     raise PydanticCustomError("prompt_form", "must be " + PROMPT_FORMS)
-
-
-def _unicode(text: str) -> str:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise PydanticCustomError("prompt_unicode", "holds a lone surrogate, which is no character") from None
-    return text
 
 
 Prompts = Annotated[

@@ -50,11 +50,9 @@ class SamplingFields(Streamed):
         """
         _check_ids("stop_token_ids", self.stop_token_ids or (), vocab_size)
         self._check_text(has_tokenizer)
-        values = named({name: getattr(self, name) for name in _PASSED})
-        # JSON has one kind of number: 1 and 1.0 are the same temperature.
-        params = SamplingParams(
-            **values, logit_bias=_logit_bias(self.logit_bias, vocab_size), detokenize=has_tokenizer, **settled
-        )
+        values = named({name: getattr(self, name) for name in _PASSED}) | settled
+        bias = _logit_bias(self.logit_bias, vocab_size)
+        params = SamplingParams(**values, logit_bias=bias, detokenize=has_tokenizer)
         if self.stream and self.prompt_logprobs is not None:
             raise RequestError("prompt_logprobs can't be streamed; set stream=false", param="prompt_logprobs")
         return params

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from recurra.cache.pool import slot_bytes
 from recurra.cache.spec import ConvSSM, StateSpec, TensorSpec
-from recurra.config.engine import EngineConfig, ModelFacts, resolve
+from recurra.config.engine import EngineConfig, ModelFacts, resolve, settle_slots
 from recurra.device import detect
 from recurra.engine.engine import LLMEngine
 from recurra.engine.loading import Parts
@@ -107,7 +108,16 @@ def fake_engine(
     config = EngineConfig(model="fake", **({"device": "cpu", "num_threads": 1} | settings))
     device = detect(config.device, config.num_threads)
     settled = resolve(config, ModelFacts(torch.float32), device)
-    parts = Parts(settled, FakeConfig(model.vocab_size, eos), model, build(device, "reference"), tokenizer)  # type: ignore[arg-type]
+    limits, slots = settle_slots(config, device, slot_bytes(model.state_specs), 1 << 30)
+    parts = Parts(
+        settled,
+        limits,
+        slots,
+        FakeConfig(model.vocab_size, eos),
+        model,
+        build(device, "reference"),
+        tokenizer,
+    )  # type: ignore[arg-type]
     engine = LLMEngine(config, parts=parts)
     if poison:
         poison_slots(engine)

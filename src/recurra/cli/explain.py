@@ -138,7 +138,7 @@ def _cost(
     weights = {id(p): p for p in bare.parameters()}.values()
     weight_bytes = sum(p.numel() * p.element_size() for p in weights)
     state_bytes = slot_bytes(bare.state_specs)
-    free = free_state_bytes(settled.device, config.gpu_memory_utilization) - weight_bytes
+    free = free_state_bytes(settled.device, config.gpu_memory_utilization, weight_bytes)
     limits, slots = settle_slots(config, settled.device, state_bytes, free)
     return ModelCost(
         architecture=facts.architecture,

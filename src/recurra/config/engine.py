@@ -247,7 +247,7 @@ def settle_slots(
 
     Args:
         bytes_per_slot: one sequence's states over all layers.
-        free_bytes: what states may take (:func:`recurra.engine.loading.free_state_bytes`).
+        free_bytes: what states may take beside the weights.
 
     Returns:
         the scheduler's limits and the number of slots.

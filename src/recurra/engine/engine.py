@@ -13,10 +13,10 @@ from collections.abc import Iterable
 from functools import partial
 
 from recurra.cache.alloc import SlotAllocator
-from recurra.cache.pool import StatePool, slot_bytes
-from recurra.config.engine import EngineConfig, settle_slots
+from recurra.cache.pool import StatePool
+from recurra.config.engine import EngineConfig
 from recurra.engine.forward import make_forward
-from recurra.engine.loading import Parts, Progress, end_ids, free_state_bytes, load
+from recurra.engine.loading import Parts, Progress, end_ids, load
 from recurra.engine.metrics import Counters, EngineStats
 from recurra.engine.outputs import OutputBook
 from recurra.engine.prompts import make_request, spell_out
@@ -59,10 +59,9 @@ class LLMEngine:
         self.tokenizer = parts.tokenizer
         self.ops = parts.ops
         device = settled.device.torch_device
-        free = free_state_bytes(settled.device, config.gpu_memory_utilization)
-        self.limits, num_slots = settle_slots(config, settled.device, slot_bytes(model.state_specs), free)
-        self.slots = SlotAllocator(num_slots)
-        pool = StatePool(model.state_specs, num_slots, device)
+        self.limits = parts.limits
+        self.slots = SlotAllocator(parts.num_slots)
+        pool = StatePool(model.state_specs, parts.num_slots, device)
         forward = make_forward(
             model, pool.layers, parts.ops, settled.device.num_threads, config.enforce_eager
         )

@@ -38,6 +38,14 @@ class LLM:
         self.llm_engine = LLMEngine(EngineConfig(model=model, **settings))
         self._ids = itertools.count()
 
+    @classmethod
+    def of_engine(cls, engine: LLMEngine) -> LLM:
+        """The same face on an engine that exists already."""
+        llm = cls.__new__(cls)
+        llm.llm_engine = engine
+        llm._ids = itertools.count()
+        return llm
+
     def get_tokenizer(self) -> Any:
         """The tokenizer, or None."""
         return self.llm_engine.tokenizer

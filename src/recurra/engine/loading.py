@@ -8,11 +8,13 @@ from pathlib import Path
 
 import torch
 
-from recurra.config.engine import EngineConfig, ModelFacts, Settled, resolve
+from recurra.cache.pool import slot_bytes
+from recurra.config.engine import EngineConfig, ModelFacts, Settled, resolve, settle_slots
+from recurra.config.scheduler import SchedulerLimits
 from recurra.device import Device, detect
 from recurra.engine.tokenizer import Tokenizer
 from recurra.errors import ConfigError
-from recurra.models import CausalLM, ModelConfig, load_model, read_config
+from recurra.models import CausalLM, ModelConfig, load_model, read_config, skeleton
 from recurra.ops import Ops, build
 
 #: Called with what is going on, how much is done, and of how much.
@@ -28,6 +30,8 @@ class Parts:
 
     Attributes:
         settled: the settings, nothing left to choose.
+        limits: of the scheduler.
+        num_slots: states that are held at once.
         model_config: the checkpoint's numbers.
         model: the weights, on the device.
         ops: the operators that the model was built with.
@@ -35,6 +39,8 @@ class Parts:
     """
 
     settled: Settled
+    limits: SchedulerLimits
+    num_slots: int
     model_config: ModelConfig
     model: CausalLM
     ops: Ops
@@ -55,6 +61,7 @@ def load(config: EngineConfig, progress: Progress | None = None) -> Parts:
     settled = resolve(config, facts, device)
     ops = build(device, settled.backend, settled.prefill_backend)
     tokenizer = load_tokenizer(config, model_config.vocab_size)
+    limits, num_slots = _fit(config, model_config, settled, ops)
     torch.set_num_threads(device.num_threads)
     model = load_model(
         model_config,
@@ -68,7 +75,24 @@ def load(config: EngineConfig, progress: Progress | None = None) -> Parts:
         seed=config.seed,
         progress=progress,
     )
-    return Parts(settled, model_config, model, ops, tokenizer)
+    return Parts(settled, limits, num_slots, model_config, model, ops, tokenizer)
+
+
+def _fit(
+    config: EngineConfig, model_config: ModelConfig, settled: Settled, ops: Ops
+) -> tuple[SchedulerLimits, int]:
+    """How many states go beside the weights, counted before these are read."""
+    bare = skeleton(
+        model_config,
+        ops=ops,
+        weight_dtype=settled.weight_dtype,
+        act_dtype=settled.act_dtype,
+        conv_dtype=settled.conv_dtype,
+        ssm_dtype=settled.ssm_dtype,
+    )
+    weights = {id(p): p.numel() * p.element_size() for p in bare.parameters()}
+    free = free_state_bytes(settled.device, config.gpu_memory_utilization, sum(weights.values()))
+    return settle_slots(config, settled.device, slot_bytes(bare.state_specs), free)
 
 
 def load_tokenizer(config: EngineConfig, vocab_size: int) -> Tokenizer | None:
@@ -93,12 +117,12 @@ def end_ids(parts: Parts) -> frozenset[int]:
     return own | frozenset(parts.model_config.eos_token_ids)
 
 
-def free_state_bytes(device: Device, gpu_memory_utilization: float) -> int:
-    """Bytes that states may take, with the weights in place."""
+def free_state_bytes(device: Device, gpu_memory_utilization: float, weight_bytes: int) -> int:
+    """Bytes that states may take once ``weight_bytes`` of weights are in place."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device.index)
-        return int(free - (1.0 - gpu_memory_utilization) * total)
-    return int(_available_memory() * CPU_SHARE)
+        return int(free - weight_bytes - (1.0 - gpu_memory_utilization) * total)
+    return int((_available_memory() - weight_bytes) * CPU_SHARE)
 
 
 def _available_memory() -> int:

@@ -19,9 +19,9 @@ from recurra.ops import Ops
 from recurra.ops.decode_stack import StackWeights
 from recurra.types import ForwardBatch
 
-#: Tokens of a kernel chunk, by kind of device. The answer doesn't depend on it, only the time: each is
-#: what that device's kernels like best (checkpoints' ``chunk_size`` is about training).
-CHUNK_SIZES = {"cpu": 64, "cuda": 128, "meta": 64}  # on "meta", a model is its sizes alone
+#: Tokens of a kernel chunk on the CPU and elsewhere. The answer doesn't depend on it, only the time: each is
+#: what those kernels like best (checkpoints' ``chunk_size`` is about training).
+CPU_CHUNK, GPU_CHUNK = 64, 128
 
 #: What surrounds the mixers in a checkpoint.
 OUTER_ENTRIES = (
@@ -55,7 +55,7 @@ class MambaStack(nn.Module):
         super().__init__()
         width, eps = config.hidden_size, config.norm_eps
         self.vocab_size = config.vocab_size
-        self.chunk_size = CHUNK_SIZES[device.type]
+        self.chunk_size = CPU_CHUNK if device.type == "cpu" else GPU_CHUNK
         self._dtypes = dtypes
         self.embedding = Embedding(config.vocab_size, width, dtypes=dtypes, device=device)
         self.layers = nn.ModuleList(

@@ -46,7 +46,13 @@ def log1p_unit(u: Any) -> Any:
 
     With s = u / (2 + u), log(1 + u) = 2 atanh(s) = 2 s (1 + s^2/3 + s^4/5 + ...), s <= 1/3.
     """
-    s = div(u, add(u, splat(2.0)))
+    below = add(u, splat(2.0))
+    s = div(u, below)
+    # What rounding took from s, to first order: (u - s * (u + 2)) / (u + 2), the sum kept in two parts.
+    lost = sub(u, sub(below, splat(2.0)))
+    left = sub(fma(sub(splat(0.0), s), below, u), mul(s, lost))
+    reciprocal = fma(fma(splat(0.08), u, splat(-0.2455)), u, splat(0.5))
+    rest = mul(left, add(reciprocal, reciprocal))
     q = mul(s, s)
     p = fma(splat(1.0 / 17.0), q, splat(1.0 / 15.0))
     p = fma(p, q, splat(1.0 / 13.0))
@@ -56,7 +62,7 @@ def log1p_unit(u: Any) -> Any:
     p = fma(p, q, splat(1.0 / 5.0))
     p = fma(p, q, splat(1.0 / 3.0))
     twice = add(s, s)
-    return fma(mul(twice, q), p, twice)
+    return add(twice, fma(mul(twice, q), p, rest))
 
 
 @kernel

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Sequence
 
-from cyclopts import CycloptsError, UnknownCommandError
+from cyclopts import CycloptsError, MissingArgumentError, UnknownCommandError
 from rich.text import Text
 
 from recurra.cli.console import stderr
@@ -53,6 +53,8 @@ def report_usage(error: CycloptsError, commands: Sequence[str]) -> None:
     if not chain and isinstance(error, UnknownCommandError):
         # Its own text would import every command to look for aliases.
         error_line(_unknown_command(list(error.unused_tokens or ()), commands))
+    elif isinstance(error, MissingArgumentError) and error.argument and error.argument.name == "--model":
+        error_line("MODEL is missing: give a checkpoint folder.")
     else:
         error_line(" ".join(str(error).split()))
     command = " ".join(["recurra", *chain])

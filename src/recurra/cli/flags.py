@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from typing import Annotated, Any, get_args, get_origin
 
 from cyclopts import Group, Parameter
-from pydantic import BaseModel, SecretStr
+from pydantic import BaseModel, SecretStr, ValidationError
 
 from recurra.cli.failure import flag_name
 from recurra.errors import ConfigError
@@ -237,6 +237,23 @@ def dataclass_flags(cls: Any, skip: tuple[str, ...] = (), **defaults: Any) -> li
     return flags
 
 
+def construct(cls: type[BaseModel], values: dict[str, Any]) -> Any:
+    """An object of ``cls``.
+
+    Raises:
+        ConfigError: the first value that it refuses.
+    """
+    try:
+        return cls(**values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        cause = first.get("ctx", {}).get("error")
+        if isinstance(cause, ConfigError):
+            raise cause from None
+        name = ".".join(str(part) for part in first["loc"])
+        raise ConfigError(name, first.get("input"), f"{first['msg']}.") from None
+
+
 # --- the groups --------------------------------------------------------------------------------------
 
 
@@ -253,7 +270,7 @@ def engine_flags(skip: tuple[str, ...] = ()) -> FlagGroup:
         given = {k: v for k, v in values.items() if k in names}
         settings = {k: v for k, v in values.items() if k not in names}
         changed = any(given.get(flag.setting) != flag.default for flag in mamba)
-        return {**settings, "mamba_config": MambaConfig(**given)} if changed else settings
+        return {**settings, "mamba_config": construct(MambaConfig, given)} if changed else settings
 
     return FlagGroup("Model and engine", (*own, *mamba), build)
 
@@ -275,8 +292,8 @@ def server_flags() -> FlagGroup:
         for flag in model_flags(ServerConfig, ("max_queue_len",))
     ]
 
-    def build(values: dict[str, Any]) -> ServerConfig:
+    def build(values: dict[str, Any]) -> Any:
         given: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
-        return ServerConfig(**given)
+        return construct(ServerConfig, given)
 
     return FlagGroup("Server", tuple(flags), build)

@@ -13,7 +13,16 @@ from cyclopts import Parameter
 from recurra.cli.console import note, write
 from recurra.cli.failure import FAILED, INTERRUPTED, OK, error_line
 from recurra.cli.flags import Model, Quiet, engine_flags, sampling_flags, switch, takes
-from recurra.cli.running import Speed, TextStream, answer, ending, interruptible, open_engine, seeded
+from recurra.cli.running import (
+    Speed,
+    TextStream,
+    answer,
+    check_model_folder,
+    ending,
+    interruptible,
+    open_engine,
+    seeded,
+)
 from recurra.errors import ConfigError
 from recurra.sampling_params import SamplingParams
 from recurra.types import PromptInput, RequestOutput
@@ -52,7 +61,10 @@ def generate(
         as_json: Print one JSON object a prompt, with ids, logprobs and times, instead of text.
         quiet: No progress bars, no speed.
     """
+    check_model_folder(model)  # before anybody types a prompt for nothing
     prompts = _prompts(prompt, prompt_file, prompt_token_ids)
+    if not all(prompts):
+        raise ConfigError("prompt", "", "it is empty.", "Give at least one character, or a token id.")
     sampling = dataclasses.replace(sampling, seed=seeded(sampling))
     seed = {} if sampling.seed is None else {"seed": sampling.seed}
     llm = open_engine(model, engine | seed, quiet)

@@ -25,6 +25,20 @@ def _wide_and_plain(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "dumb")
 
 
+@pytest.fixture(autouse=True)
+def _cold(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines start without their warm-up, which costs more than most tests here."""
+    from recurra.engine.engine import LLMEngine
+
+    if "warm" not in request.fixturenames:
+        monkeypatch.setattr(LLMEngine, "warm_up", lambda self, progress=None: None)
+
+
+@pytest.fixture
+def warm() -> None:
+    """Asks for the real warm-up."""
+
+
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str]) -> Run:
     """Run ``recurra`` with arguments, in this process."""

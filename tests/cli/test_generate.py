@@ -44,6 +44,11 @@ def test_prompt_comes_from_a_flag_a_file_or_stdin(
     assert run("generate", chat_model, "-p", "A state", "--echo", *GREEDY).out == f"A state{expected}\n"
 
 
+@pytest.mark.usefixtures("warm")
+def test_warm_up_changes_no_answer(run: Run, chat_model: Path, expected: str) -> None:
+    assert run("generate", chat_model, "-p", "A state", *GREEDY).out == expected + "\n"
+
+
 def test_several_prompts_and_answers_are_titled(run: Run, chat_model: Path, expected: str) -> None:
     result = run("generate", chat_model, "-p", "A state", "-p", "-x", "--n", 2, *GREEDY)
     assert result.code == 0

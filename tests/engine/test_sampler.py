@@ -101,10 +101,51 @@ def test_a_row_does_not_depend_on_the_other_rows() -> None:
 
 def test_slices_of_rows_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     x = logits(20)
-    parts = [make(seed=i, top_p=0.8, temperature=1 + i / 10) for i in range(20)]
-    whole = sample(x, *parts).tokens
+    ones = torch.ones(20)
+    filters = rows.Filters(ones * 1.3, torch.full((20,), 9), 0.8 * ones.double(), -3 * ones, True, True)
+    uniform = torch.rand(20, dtype=torch.float64)
+    whole = rows.choose(x, x.max(-1).values, filters, uniform)
     monkeypatch.setattr(rows, "MAX_ELEMENTS", 3 * V)
-    assert sample(x, *parts).tokens == whole
+    assert torch.equal(rows.choose(x, x.max(-1).values, filters, uniform), whole)
+
+
+def test_the_cpu_form_draws_the_same_tokens_as_the_torch_form() -> None:
+    """Both invert the same distribution at the same uniforms; sums differ in their last bits alone."""
+    count = 400
+    x = logits(count, spread=3.0)
+    best = x.max(-1).values
+    generator = np.random.default_rng(0)
+    pick = lambda values: torch.tensor(generator.choice(values, count))  # noqa: E731
+    for cut, floor in ((False, False), (True, False), (False, True), (True, True)):
+        filters = rows.Filters(
+            temperature=pick([0.3, 1.0, 2.0]).float(),
+            top_k=pick([1, 5, 20, V]) if cut else torch.full((count,), V),
+            top_p=pick([0.2, 0.9, 1.0]) if cut else torch.ones(count, dtype=torch.float64),
+            log_min_p=pick([-np.inf, -2.0]).float() if floor else torch.full((count,), -np.inf),
+            any_cut=cut,
+            any_floor=floor,
+        )
+        uniform = torch.rand(count, dtype=torch.float64)
+        plain = rows.choose(x, best, filters, uniform)
+        assert torch.equal(rows.chooser(V, torch.device("cpu"))(x, best, filters, uniform), plain)
+
+
+@pytest.mark.parametrize("size", [3, 512, 1024, 5000])
+@pytest.mark.parametrize("spread", [0.001, 2.0, 20.0])
+@pytest.mark.parametrize("top_p", [0.3, 0.9, 1.0])
+def test_rows_of_several_blocks_and_short_lists_that_are_too_short(
+    size: int, spread: float, top_p: float
+) -> None:
+    x = spread * torch.randn(1, size)
+    x[0, 1] = float("-inf")
+    uniform = torch.arange(0, 1, 0.02, dtype=torch.float64)
+    one = torch.ones(50)
+    filters = rows.Filters(one, torch.full((50,), size), top_p * one.double(), -math.inf * one, True, False)
+    many = x.expand(50, size).contiguous()
+    best = many.max(-1).values
+    got = rows.chooser(size, torch.device("cpu"))(many, best, filters, uniform)
+    assert torch.equal(got, rows.choose(many, best, filters, uniform))
+    assert 1 not in got
 
 
 def test_greedy_takes_the_likeliest_and_an_unused_seed_is_not_spent() -> None:

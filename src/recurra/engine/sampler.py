@@ -60,6 +60,7 @@ class Sampler:
         self._spell_out = spell_out
         self._seeds = random.Random(seed)
         self._asks: dict[Sequence, Asks] = {}
+        self._choose = rows.chooser(vocab_size, device)
         self._last: tuple[list[Sequence], list[Asks], RowSettings] | None = None
 
     def add(self, answers: Iterable[Sequence]) -> None:
@@ -148,22 +149,8 @@ class Sampler:
         """Replace the greedy choice of the rows that are drawn."""
         drawn = [sequences[i] for i in settings.random]
         places = np.array([len(s.token_ids) - s.num_prompt for s in drawn], np.uint64)
-        uniform = torch.from_numpy(uniforms(settings.seeds, places)).to(self.device)
+        uniform = torch.from_numpy(uniforms(settings.seeds, places))
+        if len(drawn) == len(sequences):
+            return self._choose(logits, best, settings.filters, uniform)
         at = torch.tensor(settings.random, device=self.device)
-        step = rows.rows_at_once(self.vocab_size)
-        chosen = []
-        for start in range(0, len(drawn), step):
-            part = slice(start, start + step)
-            x = (logits[at[part]] - best[at[part], None]) / settings.temperature[part]
-            chosen.append(rows.draw(_filter(x, settings, part), uniform[part]))
-        return greedy.index_copy(0, at, torch.cat(chosen))
-
-
-def _filter(x: Tensor, settings: RowSettings, part: slice) -> Tensor:
-    """Put out of reach what min_p, then top_k, then top_p exclude; x (R, V) has its largest at 0."""
-    if settings.floor:
-        x = x.masked_fill(x < settings.log_min_p[part], float("-inf"))
-    if settings.cut:
-        least = rows.threshold(x, settings.top_k[part], settings.top_p[part])
-        x = x.masked_fill(x < least, float("-inf"))
-    return x
+        return greedy.index_copy(0, at, self._choose(logits[at], best[at], settings.filters, uniform))

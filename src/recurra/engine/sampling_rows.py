@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from recurra.engine.rows import Filters
 from recurra.engine.seeds import answer_seed
 from recurra.sampling_params import SamplingParams
 from recurra.types import Sequence
@@ -120,9 +121,7 @@ class RowSettings:
 
     Attributes:
         random: rows that are drawn; the others are greedy.
-        temperature: (random, 1) float32. top_k: (random,) int64. top_p: (random,) float64.
-        log_min_p: (random, 1) float32.
-        cut: some row uses top_k or top_p. floor: some row uses min_p.
+        filters: of the random rows.
         seeds: (random,) uint64, on the host.
         penalised: rows with a penalty.
         restless: rows that may bar tokens.
@@ -131,12 +130,7 @@ class RowSettings:
     """
 
     random: list[int]
-    temperature: Tensor
-    top_k: Tensor
-    top_p: Tensor
-    log_min_p: Tensor
-    cut: bool
-    floor: bool
+    filters: Filters
     seeds: NDArray[np.uint64]
     penalised: list[int]
     restless: list[int]
@@ -167,12 +161,16 @@ def row_settings(
         log_min_p = np.log(np.array([p.min_p for p in drawn], np.float64))
     return RowSettings(
         random=random,
-        temperature=column([p.temperature for p in drawn], torch.float32)[:, None],
-        top_k=column([min(p.top_k, vocab_size) if p.top_k > 0 else vocab_size for p in drawn], torch.int64),
-        top_p=column([p.top_p for p in drawn], torch.float64),
-        log_min_p=column(log_min_p.tolist(), torch.float32)[:, None],
-        cut=any(p.top_p < 1.0 or p.top_k > 0 for p in drawn),
-        floor=any(p.min_p > 0.0 for p in drawn),
+        filters=Filters(
+            temperature=column([p.temperature for p in drawn], torch.float32),
+            top_k=column(
+                [min(p.top_k, vocab_size) if p.top_k > 0 else vocab_size for p in drawn], torch.int64
+            ),
+            top_p=column([p.top_p for p in drawn], torch.float64),
+            log_min_p=column(log_min_p.tolist(), torch.float32),
+            any_cut=any(p.top_p < 1.0 or p.top_k > 0 for p in drawn),
+            any_floor=any(p.min_p > 0.0 for p in drawn),
+        ),
         seeds=np.array([asks[i].seed for i in random], np.uint64),
         penalised=[i for i, p in enumerate(params) if penalised(p)],
         restless=[

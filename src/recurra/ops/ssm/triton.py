@@ -1,0 +1,9 @@
+"""The state-space operators on GPUs."""
+
+from __future__ import annotations
+
+from recurra.ops.ssm.triton_scan import selective_scan_varlen
+from recurra.ops.ssm.triton_ssd import mamba_chunk_scan_varlen
+from recurra.ops.ssm.triton_update import selective_state_update
+
+__all__ = ["mamba_chunk_scan_varlen", "selective_scan_varlen", "selective_state_update"]

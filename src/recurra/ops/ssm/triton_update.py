@@ -1,0 +1,257 @@
+"""One step of the recurrence on GPUs.
+
+A program holds a tile of one sequence's state, (P block, N) of a head or (channel block, N), reads it
+once, writes it once, and needs no other program. The tile's size depends on N alone, so that a longer
+or shorter batch never compiles anything.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from recurra.ops.triton_math import silu, step_size
+
+_NO_LIMIT = (0.0, float("inf"))
+_TILE = 2048  # state elements of a program
+
+
+@triton.jit
+def _heads_kernel(
+    state,
+    x,
+    dt,
+    A,
+    B,
+    C,
+    D,
+    z,
+    dt_bias,
+    slots,
+    out,
+    low,
+    high,
+    state_slot,
+    x_row,
+    x_head,
+    dt_row,
+    dt_head,
+    b_row,
+    b_group,
+    c_row,
+    c_group,
+    d_head,
+    d_dim,
+    z_row,
+    z_head,
+    H: tl.constexpr,
+    P: tl.constexpr,
+    N: tl.constexpr,
+    HEADS_A_GROUP: tl.constexpr,
+    HAS_D: tl.constexpr,
+    HAS_Z: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    SOFTPLUS: tl.constexpr,
+    LIMITED: tl.constexpr,
+    BP: tl.constexpr,
+    BN: tl.constexpr,
+):
+    blocks: tl.constexpr = (P + BP - 1) // BP
+    pid = tl.program_id(0)
+    p = (pid % blocks) * BP + tl.arange(0, BP)
+    h = (pid // blocks) % H
+    row = (pid // (blocks * H)).to(tl.int64)
+    n = tl.arange(0, BN)
+    p_ok, n_ok = p < P, n < N
+    slot = tl.load(slots + row).to(tl.int64)
+    y_at = out + (row * H + h) * P + p
+    if slot == 0:
+        tl.store(y_at, tl.zeros((BP,), out.dtype.element_ty), mask=p_ok)
+        return
+    ok = p_ok[:, None] & n_ok[None, :]
+    tile = state + slot * state_slot + h * (P * N) + p[:, None] * N + n[None, :]
+    carried = tl.load(tile, mask=ok, other=0.0).to(tl.float32)
+
+    group = h // HEADS_A_GROUP
+    bias = tl.load(dt_bias + h).to(tl.float32) if HAS_BIAS else 0.0
+    raw = tl.load(dt + row * dt_row + h * dt_head).to(tl.float32)
+    step = step_size(raw, bias, low, high, SOFTPLUS, LIMITED)
+    decay = tl.exp(step * tl.load(A + h))
+    xv = tl.load(x + row * x_row + h * x_head + p, mask=p_ok, other=0.0).to(tl.float32)
+    bv = tl.load(B + row * b_row + group * b_group + n, mask=n_ok, other=0.0).to(tl.float32)
+    cv = tl.load(C + row * c_row + group * c_group + n, mask=n_ok, other=0.0).to(tl.float32)
+
+    carried = decay * carried + (step * xv)[:, None] * bv[None, :]
+    tl.store(tile, carried.to(state.dtype.element_ty), mask=ok)
+    y = tl.sum(carried * cv[None, :], axis=1)
+    if HAS_D:
+        y += tl.load(D + h * d_head + p * d_dim, mask=p_ok, other=0.0).to(tl.float32) * xv
+    if HAS_Z:
+        y *= silu(tl.load(z + row * z_row + h * z_head + p, mask=p_ok, other=0.0).to(tl.float32))
+    tl.store(y_at, y.to(out.dtype.element_ty), mask=p_ok)
+
+
+@triton.jit
+def _channels_kernel(
+    state,
+    x,
+    dt,
+    A,
+    B,
+    C,
+    D,
+    z,
+    dt_bias,
+    slots,
+    out,
+    low,
+    high,
+    state_slot,
+    x_row,
+    dt_row,
+    a_row,
+    b_row,
+    c_row,
+    z_row,
+    CHANNELS: tl.constexpr,
+    N: tl.constexpr,
+    HAS_D: tl.constexpr,
+    HAS_Z: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    SOFTPLUS: tl.constexpr,
+    LIMITED: tl.constexpr,
+    BC: tl.constexpr,
+    BN: tl.constexpr,
+):
+    blocks: tl.constexpr = (CHANNELS + BC - 1) // BC
+    pid = tl.program_id(0)
+    c = (pid % blocks) * BC + tl.arange(0, BC)
+    row = (pid // blocks).to(tl.int64)
+    n = tl.arange(0, BN)
+    c_ok, n_ok = c < CHANNELS, n < N
+    slot = tl.load(slots + row).to(tl.int64)
+    y_at = out + row * CHANNELS + c
+    if slot == 0:
+        tl.store(y_at, tl.zeros((BC,), out.dtype.element_ty), mask=c_ok)
+        return
+    ok = c_ok[:, None] & n_ok[None, :]
+    tile = state + slot * state_slot + c[:, None] * N + n[None, :]
+    carried = tl.load(tile, mask=ok, other=0.0).to(tl.float32)
+
+    raw = tl.load(dt + row * dt_row + c, mask=c_ok, other=0.0).to(tl.float32)
+    bias = tl.load(dt_bias + c, mask=c_ok, other=0.0).to(tl.float32) if HAS_BIAS else 0.0
+    step = step_size(raw, bias, low, high, SOFTPLUS, LIMITED)
+    decay = tl.exp(step[:, None] * tl.load(A + c[:, None] * a_row + n[None, :], mask=ok, other=0.0))
+    xv = tl.load(x + row * x_row + c, mask=c_ok, other=0.0).to(tl.float32)
+    bv = tl.load(B + row * b_row + n, mask=n_ok, other=0.0).to(tl.float32)
+    cv = tl.load(C + row * c_row + n, mask=n_ok, other=0.0).to(tl.float32)
+
+    carried = decay * carried + (step * xv)[:, None] * bv[None, :]
+    tl.store(tile, carried.to(state.dtype.element_ty), mask=ok)
+    y = tl.sum(carried * cv[None, :], axis=1)
+    if HAS_D:
+        y += tl.load(D + c, mask=c_ok, other=0.0).to(tl.float32) * xv
+    if HAS_Z:
+        y *= silu(tl.load(z + row * z_row + c, mask=c_ok, other=0.0).to(tl.float32))
+    tl.store(y_at, y.to(out.dtype.element_ty), mask=c_ok)
+
+
+def _blocks(rows: int, state_size: int) -> tuple[int, int, int]:
+    """Rows and columns of a program's tile, and its warps: 32 elements a thread."""
+    columns = triton.next_power_of_2(state_size)
+    block = min(triton.next_power_of_2(rows), max(1, _TILE // columns))
+    return block, columns, max(1, min(8, block * columns // 1024))
+
+
+def _heads(
+    ssm_state: Tensor,
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None,
+    z: Tensor | None,
+    dt_bias: Tensor | None,
+    slots: Tensor,
+    out: Tensor,
+    dt_softplus: bool,
+    dt_limit: tuple[float, float],
+) -> None:
+    rows, heads, dim = x.shape
+    state_size = ssm_state.shape[3]
+    assert ssm_state.stride()[1:] == (dim * state_size, state_size, 1), ssm_state.stride()
+    assert B.shape[1] == C.shape[1], (B.shape, C.shape)
+    assert heads % B.shape[1] == 0, (x.shape, B.shape)
+    block, columns, warps = _blocks(dim, state_size)
+    gate, skip = x if z is None else z, A if D is None else D
+    _heads_kernel[(rows * heads * triton.cdiv(dim, block),)](
+        ssm_state, x, dt, A, B, C, skip, gate, A if dt_bias is None else dt_bias, slots, out, *dt_limit,
+        ssm_state.stride(0), x.stride(0), x.stride(1), dt.stride(0), dt.stride(1), B.stride(0), B.stride(1),
+        C.stride(0), C.stride(1), skip.stride(0), skip.stride(1) if skip.dim() == 2 else 0,
+        gate.stride(0), gate.stride(1),
+        H=heads, P=dim, N=state_size, HEADS_A_GROUP=heads // B.shape[1], HAS_D=D is not None,
+        HAS_Z=z is not None, HAS_BIAS=dt_bias is not None, SOFTPLUS=dt_softplus,
+        LIMITED=dt_limit != _NO_LIMIT, BP=block, BN=columns, num_warps=warps,
+    )  # fmt: skip
+
+
+def _channels(
+    ssm_state: Tensor,
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None,
+    z: Tensor | None,
+    dt_bias: Tensor | None,
+    slots: Tensor,
+    out: Tensor,
+    dt_softplus: bool,
+    dt_limit: tuple[float, float],
+) -> None:
+    rows, channels = x.shape
+    state_size = ssm_state.shape[2]
+    assert ssm_state.stride()[1:] == (state_size, 1), ssm_state.stride()
+    assert A.stride(1) == 1, A.stride()
+    assert dt.stride(1) == 1, dt.stride()
+    block, columns, warps = _blocks(channels, state_size)
+    gate = x if z is None else z
+    _channels_kernel[(rows * triton.cdiv(channels, block),)](
+        ssm_state, x, dt, A, B, C, A if D is None else D, gate, A if dt_bias is None else dt_bias, slots, out,
+        *dt_limit, ssm_state.stride(0), x.stride(0), dt.stride(0), A.stride(0), B.stride(0), C.stride(0),
+        gate.stride(0),
+        CHANNELS=channels, N=state_size, HAS_D=D is not None, HAS_Z=z is not None,
+        HAS_BIAS=dt_bias is not None, SOFTPLUS=dt_softplus, LIMITED=dt_limit != _NO_LIMIT,
+        BC=block, BN=columns, num_warps=warps,
+    )  # fmt: skip
+
+
+def selective_state_update(
+    ssm_state: Tensor,
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None,
+    z: Tensor | None,
+    dt_bias: Tensor | None,
+    slots: Tensor,
+    *,
+    dt_softplus: bool = True,
+    dt_limit: tuple[float, float] = _NO_LIMIT,
+) -> Tensor:
+    """See :class:`recurra.ops.ssm.SelectiveStateUpdate`. The output of padding rows is zero."""
+    for name, tensor in (("x", x), ("B", B), ("C", C), ("z", x if z is None else z)):
+        assert tensor.stride(-1) == 1, f"{name} strides {tensor.stride()}: unit last stride needed"
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if x.shape[0] == 0:
+        return out
+    form = _channels if ssm_state.dim() == 3 else _heads
+    with torch.cuda.device_of(x):
+        form(ssm_state, x, dt, A, B, C, D, z, dt_bias, slots, out, dt_softplus, dt_limit)
+    return out

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
 from model_cases import LENGTHS, TOLERANCE, Golden, Machine, assert_close, machine_of, oracle_log_probs
@@ -113,3 +115,26 @@ def test_identical_prompts_have_one_answer(driver: Driver, golden: Golden) -> No
     assert len({tuple(row.argmax(-1).tolist()) for row in got}) == 1
     for row in got:
         assert_close(row, golden.log_probs[37])
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_any_schedule(driver: Driver, golden: Golden, seed: int) -> None:
+    """All prompts at once, each advanced by random pieces in random steps, decoding or as prompt pieces."""
+    draw = random.Random(seed)
+    slots = dict(zip(LENGTHS, draw.sample(range(1, 9), len(LENGTHS)), strict=True))
+    done, rows = dict.fromkeys(LENGTHS, 0), {length: [] for length in LENGTHS}
+    while unfinished := [length for length in LENGTHS if done[length] < length]:
+        decode, prefill = {}, {}
+        for length in draw.sample(unfinished, draw.randint(1, len(unfinished))):
+            start = done[length]
+            count = min(draw.choice((1, 1, 2, 5, 23, 70)), length - start)
+            piece = Piece(slots[length], golden.prompts[length][start : start + count], start)
+            decodes = count == 1 and start > 0 and draw.random() < 0.7
+            (decode if decodes else prefill)[length] = piece
+            done[length] += count
+        for length, got in zip(
+            [*decode, *prefill], driver.step([*decode.values()], [*prefill.values()]), strict=True
+        ):
+            rows[length].append(got)
+    for length in LENGTHS:
+        assert_close(torch.cat(rows[length]), golden.log_probs[length])

@@ -21,7 +21,7 @@ from recurra.engine.answers import Answer
 from recurra.engine.chat import ChatTemplate
 from recurra.engine.prompts import make_request
 from recurra.engine.tokenizer import Tokenizer
-from recurra.errors import ConfigError, QueueFullError
+from recurra.errors import CheckpointError, ConfigError, QueueFullError
 from recurra.sampling_params import SamplingParams
 from recurra.types import Logprob, PositionLogprobs, Request, RequestOutput
 
@@ -191,6 +191,8 @@ def build_fake(config: FakeConfig, progress: Callable[[str, int, int], None]) ->
     progress("loading weights", 1, 2)
     if config.fail == "configuration":
         raise ConfigError("max_num_seqs", -1, "negative.", "Use 1 or more.")
+    if config.fail == "checkpoint":
+        raise CheckpointError("no weights here")
     if config.fail == "memory":
         raise MemoryError("out of memory")
     engine = FakeEngine(config)

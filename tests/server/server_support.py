@@ -10,8 +10,8 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from fastapi.testclient import TestClient
 from fake_engine import FakeConfig, build_fake, byte_tokenizer
+from fastapi.testclient import TestClient
 
 from recurra.config.server import ServerConfig
 from recurra.server.app import create_app

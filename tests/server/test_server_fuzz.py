@@ -65,7 +65,7 @@ ROUTES = {
 
 
 @pytest.mark.parametrize("path", ROUTES)
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_no_body_makes_a_500(client: TestClient, path: str, data: st.DataObject) -> None:
     body = data.draw(ROUTES[path])
@@ -79,7 +79,7 @@ def test_no_body_makes_a_500(client: TestClient, path: str, data: st.DataObject)
         assert reply.text.endswith("data: [DONE]\n\n"), reply.text
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=50, deadline=None, suppress_health_check=list(HealthCheck))
 @given(content=st.binary(max_size=40))
 def test_no_bytes_make_a_500(client: TestClient, content: bytes) -> None:
     headers = {"content-type": "application/json"}

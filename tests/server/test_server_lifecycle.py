@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -14,7 +14,7 @@ from fake_engine import FakeConfig, build_fake
 from fastapi.testclient import TestClient
 from server_support import EngineThread, events, make_state, metric, serving, wait_until
 
-from recurra.errors import ConfigError
+from recurra.errors import CheckpointError, ConfigError, EngineDeadError
 from recurra.server.app import create_app
 from recurra.server.state import ServerState, shutting_down
 from recurra.server.supervisor import Phase, RestartPolicy
@@ -99,7 +99,7 @@ def test_an_engine_that_keeps_dying_is_given_up() -> None:
     with serving(state) as client:
         while not gave_up.is_set():
             client.post(COMPLETIONS, json={"prompt": "!crash"})
-        assert state.supervisor.exit_code == 1
+        assert "4 times in a row" in str(state.supervisor.failure)
         assert state.supervisor.phase is Phase.STOPPED
         assert metric(client, "recurra_engine_restarts_total") == 3
 
@@ -110,19 +110,23 @@ def test_pauses_grow() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fail", "code", "said"), [("configuration", 2, "max_num_seqs=-1"), ("memory", 1, "out of memory")]
+    ("fail", "kind", "said"),
+    [
+        ("configuration", ConfigError, "max_num_seqs=-1: negative. Use 1 or more."),
+        ("checkpoint", CheckpointError, "no weights here"),
+        ("memory", EngineDeadError, "the engine could not start: MemoryError: out of memory"),
+    ],
 )
-def test_a_first_start_that_fails_ends_the_server(
-    fail: str, code: int, said: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_first_start_that_fails_ends_the_server(fail: str, kind: type[Exception], said: str) -> None:
     gave_up = threading.Event()
     state = make_state(FakeConfig(fail=fail))
     state.supervisor.gave_up = gave_up.set
     with serving(state, ready=False) as client:
         assert gave_up.wait(10)
-        assert state.supervisor.exit_code == code
-        assert said in caplog.text
+        assert type(state.supervisor.failure) is kind
+        assert str(state.supervisor.failure) == said
         assert client.get("/health").json()["status"] == "stopped"
+        assert client.post(COMPLETIONS, json={"prompt": "a"}).status_code == 503
 
 
 def test_a_configuration_error_at_a_restart_is_final() -> None:
@@ -140,7 +144,7 @@ def test_a_configuration_error_at_a_restart_is_final() -> None:
     with serving(state) as client:
         client.post(COMPLETIONS, json={"prompt": "!crash"})
         assert gave_up.wait(10)
-        assert state.supervisor.exit_code == 2
+        assert isinstance(state.supervisor.failure, ConfigError)
 
 
 def test_while_draining_new_requests_are_refused_and_old_ones_finish() -> None:
@@ -244,9 +248,9 @@ def test_one_failed_prompt_frees_the_others(client: TestClient) -> None:
 
 
 @pytest.fixture
-def logged(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+def logged(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
     caplog.set_level("INFO", logger="recurra")
-    yield caplog
+    return caplog
 
 
 def test_request_ids_are_kept_returned_and_logged(

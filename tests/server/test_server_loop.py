@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Iterable
 from dataclasses import asdict
@@ -113,7 +114,7 @@ def test_statistics_are_pushed_when_they_change() -> None:
     values = [event.values for event in run(Submit(1, [request("a")])).of(Stats)]
     assert values[0] == {"running": 0, "waiting": 0, "free_slots": 4, "used_slots": 0}
     assert values[-1] == values[0]
-    assert all(a != b for a, b in zip(values, values[1:], strict=False))
+    assert all(a != b for a, b in itertools.pairwise(values))
 
 
 def test_numbers_leaves_out_what_is_none() -> None:

@@ -16,10 +16,12 @@ def serve(server_config: ServerConfig, engine_config: EngineConfig) -> int:
     """Serve until a signal; returns the process's exit code.
 
     Returns:
-        0 after a graceful stop, 1 if the engine can't be kept running, 2 for a setting or a checkpoint
-        that can't work (the log says which), 128 + N after a second signal N.
+        0 after a graceful stop, 128 + N after a second signal N.
 
     Raises:
+        ConfigError: a setting that can't work, of the server or of the engine.
+        CheckpointError: the model or its tokenizer can't be read.
+        EngineDeadError: the engine can't be kept running; the log has the details.
         MissingDependencyError: the packages of the ``serve`` extra are not installed.
     """
     from recurra.errors import MissingDependencyError

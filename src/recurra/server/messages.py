@@ -130,10 +130,17 @@ class Stats(Struct):
 
 
 class StartupFailed(Struct):
-    """The engine couldn't start. ``configuration`` errors come back on every try."""
+    """The engine couldn't start.
+
+    Attributes:
+        message: why.
+        settled: it would fail again on every try: a setting or a checkpoint that can't work.
+        setting: (name, value, problem, hint) where a setting is at fault.
+    """
 
     message: str
-    configuration: bool
+    settled: bool
+    setting: tuple[str, str | int | float | bool | None, str, str] | None = None
 
 
 Command = Submit | Abort | Stop

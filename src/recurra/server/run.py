@@ -10,21 +10,23 @@ import socket
 import ssl
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import uvicorn
 
-from recurra.config.engine import EngineConfig
 from recurra.config.server import ServerConfig
 from recurra.engine.tokenizer import Tokenizer
-from recurra.errors import ConfigError, RecurraError
+from recurra.errors import ConfigError
 from recurra.server.app import create_app
 from recurra.server.logs import LogConfig, set_up_logging
 from recurra.server.metrics import Metrics
 from recurra.server.process import EngineProcess
 from recurra.server.state import ServerState, shutting_down
 from recurra.server.supervisor import RestartPolicy, Supervisor
-from recurra.server.worker import EXIT_CONFIGURATION, EngineFactory, build_engine
+from recurra.server.worker import EngineFactory, build_engine
+
+if TYPE_CHECKING:
+    from recurra.config.engine import EngineConfig
 
 log = logging.getLogger("recurra.server")
 
@@ -35,13 +37,9 @@ _FLUSH_SECONDS = 2.0
 def run(server: ServerConfig, engine: EngineConfig, factory: EngineFactory = build_engine) -> int:
     """Serve until a signal; returns the exit code (see :func:`recurra.server.serve`)."""
     set_up_logging(LogConfig(server.log_format, server.log_level))
-    try:
-        with listening_socket(server) as sock:
-            state = build_state(server, engine, factory)
-            return _Runner(state, sock).run()
-    except RecurraError as error:
-        log.error("%s", error)
-        return EXIT_CONFIGURATION
+    with listening_socket(server) as sock:
+        state = build_state(server, engine, factory)
+        return _Runner(state, sock).run()
 
 
 def build_state(server: ServerConfig, engine: EngineConfig, factory: EngineFactory) -> ServerState:
@@ -149,7 +147,11 @@ class _Runner:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def run(self) -> int:
-        """Serve until the end."""
+        """Serve until the end.
+
+        Raises:
+            RecurraError: the engine can't be kept running.
+        """
         try:
             self._config.load()
         except (ssl.SSLError, OSError) as error:
@@ -159,11 +161,9 @@ class _Runner:
         self._state.supervisor.gave_up = self._give_up
         with asyncio.Runner(loop_factory=self._config.get_loop_factory()) as runner:
             runner.run(self._serve())
-        return self._code()
-
-    def _code(self) -> int:
-        code = self._exit_code if self._exit_code is not None else self._state.supervisor.exit_code
-        return 0 if code is None else code
+        if self._exit_code is None and self._state.supervisor.failure is not None:
+            raise self._state.supervisor.failure
+        return self._exit_code or 0
 
     async def _serve(self) -> None:
         loop = asyncio.get_running_loop()
@@ -173,7 +173,7 @@ class _Runner:
         await self._state.supervisor.stop(0)  # uvicorn skips the lifespan when it is forced to end
 
     def _give_up(self) -> None:
-        """The engine can't be kept running: end with its exit code."""
+        """The engine can't be kept running: end, and say why."""
         self._server.should_exit = True
 
     def _on_signal(self, number: int) -> None:

@@ -10,13 +10,12 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import NoReturn
 
-from recurra.errors import EngineDeadError
+from recurra.errors import CheckpointError, ConfigError, EngineDeadError, RecurraError
 from recurra.server.client import EngineClient
 from recurra.server.errors import RefusalError
 from recurra.server.messages import EngineInfo, Event, Progress, StartupFailed, Stats
 from recurra.server.metrics import Metrics
 from recurra.server.process import EngineHandle, Launcher
-from recurra.server.worker import EXIT_CONFIGURATION, EXIT_CRASHED
 
 log = logging.getLogger("recurra.server")
 
@@ -52,8 +51,8 @@ class RestartPolicy:
 class Supervisor:
     """Owns the engine's life.
 
-    ``exit_code`` is set once it gives up: a configuration error (which no restart would mend), a
-    failed first start, or too many failed restarts; ``gave_up`` is called then.
+    ``failure`` is set once it gives up: a setting or a checkpoint that can't work (no restart would
+    mend that), a failed first start, or too many failed restarts; ``gave_up`` is called then.
     """
 
     launch: Launcher
@@ -63,7 +62,7 @@ class Supervisor:
     phase: Phase = Phase.STARTING
     progress: Progress | None = None
     info: EngineInfo | None = None
-    exit_code: int | None = None
+    failure: RecurraError | None = None
     _client: EngineClient | None = None
     _handle: EngineHandle | None = None
     _task: asyncio.Task[None] | None = None
@@ -118,15 +117,15 @@ class Supervisor:
     async def _run(self) -> None:
         try:
             await self._keep_alive()
-        except Exception:
+        except Exception as error:
             log.exception("the engine can't be kept running")
-            self.exit_code = EXIT_CRASHED
+            self.failure = EngineDeadError(f"the engine can't be kept running: {error!r}")
         self._lose_client()
         self.phase = Phase.STOPPED
         self.gave_up()
 
     async def _keep_alive(self) -> None:
-        while self.exit_code is None:
+        while self.failure is None:
             started = time.monotonic()
             handle = self._handle = self.launch()
             code = await self._life(handle)
@@ -134,7 +133,7 @@ class Supervisor:
             self._handle = None
             served = self.phase is Phase.READY
             self._lose_client()
-            if self.exit_code is None:
+            if self.failure is None:
                 await self._prepare_restart(code, served, time.monotonic() - started)
 
     async def _life(self, handle: EngineHandle) -> int:
@@ -179,11 +178,12 @@ class Supervisor:
         log.info("the engine is ready", extra={"fields": fields})
 
     def _failed(self, event: StartupFailed) -> None:
-        log.error("the engine could not start: %s", event.message)
-        if event.configuration:
-            self.exit_code = EXIT_CONFIGURATION
+        if event.settled:
+            self.failure = _settled_error(event)
         elif self.phase is Phase.STARTING:
-            self.exit_code = EXIT_CRASHED
+            self.failure = EngineDeadError(f"the engine could not start: {event.message}")
+        else:
+            log.error("the engine could not start: %s", event.message)
 
     def _report(self, progress: Progress) -> None:
         """Log a stage's begin, its end, and each tenth between."""
@@ -207,17 +207,25 @@ class Supervisor:
 
     async def _prepare_restart(self, code: int, served: bool, seconds: float) -> None:
         if self.phase is Phase.STARTING:  # it died without a word, e.g. killed for memory
-            log.error("the engine process ended while starting, with exit code %d", code)
-            self.exit_code = EXIT_CRASHED
+            message = f"the engine process ended while starting, with exit code {code}"
+            self.failure = EngineDeadError(message)
             return
         self.phase = Phase.RESTARTING
         self._failures = 1 if served and seconds >= HEALTHY_SECONDS else self._failures + 1
         if self._failures > self.policy.limit:
-            log.error("the engine ended %d times in a row: giving up", self._failures)
-            self.exit_code = EXIT_CRASHED
+            message = f"the engine process ended {self._failures} times in a row; the log says why"
+            self.failure = EngineDeadError(message)
             return
         pause = self.policy.pause(self._failures)
         fields = {"exit_code": code, "restart_in_s": pause, "failures": self._failures}
         log.error("the engine process ended and will be restarted", extra={"fields": fields})
         await asyncio.sleep(pause)
         self.metrics.engine_restarts.inc()
+
+
+def _settled_error(event: StartupFailed) -> RecurraError:
+    """The engine's own error, in this process."""
+    if event.setting is None:
+        return CheckpointError(event.message)
+    name, value, problem, hint = event.setting
+    return ConfigError(name, value, problem, hint)

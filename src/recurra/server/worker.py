@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import zmq
 
-from recurra.errors import RecurraError
+from recurra.errors import ConfigError, RecurraError
 from recurra.server.logs import LogConfig, set_up_logging
 from recurra.server.loop import EngineLoop
 from recurra.server.messages import (
@@ -104,11 +104,11 @@ def serve_engine(factory: EngineFactory, config: Any, channel: Any) -> int:
         engine = factory(config, lambda *p: channel.send(Progress(*p)))
         channel.send(engine_info(engine))
     except RecurraError as error:
-        channel.send(StartupFailed(str(error), configuration=True))
+        channel.send(_settled(error))
         return EXIT_CONFIGURATION
     except Exception as error:
         log.exception("the engine could not start")
-        channel.send(StartupFailed(f"{type(error).__name__}: {error}", configuration=False))
+        channel.send(StartupFailed(f"{type(error).__name__}: {error}", settled=False))
         return EXIT_CRASHED
     try:
         EngineLoop(engine, channel, numbers).run()
@@ -116,6 +116,15 @@ def serve_engine(factory: EngineFactory, config: Any, channel: Any) -> int:
         log.exception("the engine failed in a step and ends; requests in flight are lost")
         return EXIT_CRASHED
     return EXIT_STOPPED
+
+
+def _settled(error: RecurraError) -> StartupFailed:
+    """The error in a form from which the server can raise it again."""
+    setting = None
+    if isinstance(error, ConfigError):
+        plain = error.value is None or isinstance(error.value, str | int | float)
+        setting = (error.setting, error.value if plain else str(error.value), error.problem, error.hint)
+    return StartupFailed(str(error), True, setting)
 
 
 def engine_info(engine: Any) -> EngineInfo:

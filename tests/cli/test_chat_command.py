@@ -129,7 +129,7 @@ def test_plain_input_continues_lines_after_a_backslash(monkeypatch: pytest.Monke
         ("hello\r", "hello"),
         ("one\x1b\rtwo\r", "one\ntwo"),
         ("one\\\rtwo\r", "one\ntwo"),
-        ("one\ntwo\r", "one\ntwo"),
+        ("one\ntwo\r", "one"),
         ("typo\x03hello\r", "hello"),
         ("\x04", None),
     ],

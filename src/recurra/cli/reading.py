@@ -47,7 +47,6 @@ class TerminalReader:
         keys = KeyBindings()
 
         @keys.add("escape", "enter")
-        @keys.add("c-j")
         def _(event: KeyPressEvent) -> None:
             event.current_buffer.insert_text("\n")
 

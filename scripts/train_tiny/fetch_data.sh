@@ -3,8 +3,7 @@
 # Usage: fetch_data.sh FOLDER     (Debian or Ubuntu; needs apt-get and dpkg, no root rights)
 set -eu
 folder=${1:?usage: fetch_data.sh FOLDER}
-packages="python3.11-doc wordnet-base perl-doc debian-reference-en manpages manpages-dev
-sqlite3-doc postgresql-doc-15 python-django-doc"
+packages="python3.11-doc wordnet-base perl-doc sqlite3-doc postgresql-doc-15 python-django-doc"
 mkdir -p "$folder/debs" "$folder/root"
 cd "$folder/debs"
 for package in $packages; do

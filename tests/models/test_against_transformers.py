@@ -138,3 +138,28 @@ def test_any_schedule(driver: Driver, golden: Golden, seed: int) -> None:
             rows[length].append(got)
     for length in LENGTHS:
         assert_close(torch.cat(rows[length]), golden.log_probs[length])
+
+
+def test_decode_as_one_compiled_call(golden: Golden) -> None:
+    """Two sequences through the fused step, with a padding row between them, against transformers' answers."""
+    machine = machine_of("cpu", "cpu")
+    build = machine.ops.build_decode_stack
+    if build is None:
+        pytest.skip("no backend offers a fused decode step here")
+    driver = machine.driver(golden.folder)
+    weights = driver.model.stack_weights()
+    assert weights is not None
+    step = build(weights, driver.pool.layers, machine.num_threads)
+    a, b = golden.prompts[37], golden.prompts[139]
+    driver.step(prefill=[Piece(6, a[:5]), Piece(2, b[:1])])
+    untouched = driver.pool.rows[[1, 3, 4, 5, 7, 8]].clone()
+    slots = torch.tensor([6, 0, 2], dtype=torch.int32)
+    for i in range(32):
+        hidden = step(torch.tensor([a[5 + i], 0, b[1 + i]]), slots)
+        got = driver.model.logits(hidden).log_softmax(-1)
+        assert_close(got[0], golden.log_probs[37][5 + i])
+        assert_close(got[2], golden.log_probs[139][1 + i])
+    assert torch.equal(driver.pool.rows[[1, 3, 4, 5, 7, 8]], untouched), (
+        "a slot outside the batch was written"
+    )
+    assert_close(driver.step(prefill=[Piece(2, b[33:], 33)])[0], golden.log_probs[139][33:])

@@ -114,7 +114,7 @@ def test_state_formats(write: Any, tmp_path: Path) -> None:
     assert logits.isfinite().all()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_fused_decode_step(write: Any, tmp_path: Path, dtype: torch.dtype) -> None:
     """Several sequences, op by op and as one compiled call: the same hidden vectors, states and answers."""
     machine = machine_of("cpu", "cpu")

@@ -9,6 +9,7 @@ import torch
 from engine_models import TOLERANCE, RealModel
 from fakes import poison_slots, run, run_dry
 
+from recurra.engine.forward import EagerForward, StackForward
 from recurra.sampling_params import SamplingParams
 
 COUNT = 12
@@ -27,7 +28,10 @@ def test_greedy_text_equals_a_full_forward_a_token_at_every_budget(
 
 
 def test_eager_equals_the_fused_decode_step(real: RealModel) -> None:
-    done = run(real.engine(enforce_eager=True), real.prompts, GREEDY)
+    assert isinstance(real.engine().runner.forward, StackForward), "what the other tests run on"
+    engine = real.engine(enforce_eager=True)
+    assert isinstance(engine.runner.forward, EagerForward)
+    done = run(engine, real.prompts, GREEDY)
     for name in real.prompts:
         assert done[name].outputs[0].token_ids == real.greedy(name, COUNT)
 

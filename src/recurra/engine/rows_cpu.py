@@ -64,23 +64,23 @@ class RowDrawer:
         if floor > -math.inf:
             self._drop_below(floor)
         if top_p < 1.0:
-            self._drop_below(self._nucleus(floor, top_p))
+            among = x[self._keep] if floor > -math.inf else x
+            self._drop_below(self._nucleus(among, top_p))
         return _first_above(self._mass, uniform)
 
     def _drop_below(self, least: float) -> None:
         np.greater_equal(self._x, np.float32(least), out=self._keep)
         np.multiply(self._mass, self._keep, out=self._mass)
 
-    def _nucleus(self, floor: float, top_p: float) -> float:
-        """Smallest entry that top-p keeps among those at or above ``floor``."""
-        x = self._x
+    def _nucleus(self, among: Floats, top_p: float) -> float:
+        """Smallest entry of ``among`` that top-p keeps."""
         share = top_p * float(_block_sums(self._mass)[-1])
-        for size in (*SHORT_LISTS, len(x)):
-            cut = max(floor, _largest(x, size)) if size < len(x) else floor
-            ordered = np.sort(x[x >= np.float32(cut)])[::-1]
+        for size in (*SHORT_LISTS, len(among)):
+            some = among[among >= np.float32(_largest(among, size))] if size < len(among) else among
+            ordered = np.sort(some)[::-1]
             mass = np.exp(ordered)
             sums = _block_sums(mass)
-            if sums[-1] >= share or cut <= floor:
+            if sums[-1] >= share or size >= len(among):
                 break
         block = min(int(np.searchsorted(sums, share)), len(sums) - 1)
         inside = mass[block * BLOCK : (block + 1) * BLOCK].cumsum(dtype=np.float64)

@@ -18,7 +18,16 @@ from recurra.types import Chunks
 _TOKENS, _CHANNELS, _UPDATE_CHANNELS = 32, 128, 256
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize_on_alignment=[
+        "cu_seqlens",
+        "slots",
+        "has_state",
+        "chunk_seq",
+        "chunk_start",
+        "chunk_length",
+    ]
+)
 def _varlen_kernel(
     x,
     weight,
@@ -55,15 +64,17 @@ def _varlen_kernel(
     begin = tl.load(cu_seqlens + seq).to(tl.int64)
     first_row = tl.load(chunk_start + chunk).to(tl.int64) + tile * BT
     t = tl.arange(0, BT)
-    rows = first_row + t
     c_ok = c < CHANNELS
     ok = (tile * BT + t < length)[:, None] & c_ok[None, :]
-    here = x + rows[:, None] * x_row + c[None, :]
+    # 64-bit offsets stay scalar: inside a tile 32 bits suffice, at half the registers.
+    here = x + first_row * x_row
+    inner = t[:, None] * x_row + c[None, :]
+    place = (first_row - begin).to(tl.int32) + t  # in the sequence
     acc = tl.zeros((BT, BC), tl.float32)
     for j in tl.static_range(W):
         back = W - 1 - j
-        inside = (rows >= begin + back)[:, None]
-        u = tl.load(here - back * x_row, mask=ok & inside, other=0.0)
+        inside = (place >= back)[:, None]
+        u = tl.load(here + (inner - back * x_row), mask=ok & inside, other=0.0)
         w = tl.load(weight + c * weight_row + j, mask=c_ok, other=0.0)
         acc += u.to(tl.float32) * w.to(tl.float32)[None, :]
 
@@ -95,10 +106,11 @@ def _varlen_kernel(
         acc += tl.load(bias + c, mask=c_ok, other=0.0).to(tl.float32)[None, :]
     if SILU:
         acc = silu_of(acc)
-    tl.store(out + rows[:, None] * CHANNELS + c[None, :], acc.to(out.dtype.element_ty), mask=ok)
+    y_at = out + first_row * CHANNELS
+    tl.store(y_at + (t[:, None] * CHANNELS + c[None, :]), acc.to(out.dtype.element_ty), mask=ok)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slots"])
 def _update_kernel(
     x,
     weight,

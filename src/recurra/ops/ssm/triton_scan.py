@@ -40,7 +40,7 @@ def _finish(y, x, skip, z, HAS_D: tl.constexpr, HAS_Z: tl.constexpr):
     return y
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["cu_seqlens", "slots", "has_state"])
 def _scan_kernel(
     x,
     dt,

@@ -29,7 +29,7 @@ from recurra.types import Chunks
 _NO_LIMIT = (0.0, float("inf"))
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["chunk_start", "chunk_length"])
 def _steps_kernel(
     dt,
     A,
@@ -75,7 +75,10 @@ def _steps_kernel(
         tl.store(sums + at, tl.cumsum(product, axis=0), mask=ok)
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@triton.jit(
+    do_not_specialize=["tokens"],
+    do_not_specialize_on_alignment=["cu_seqlens", "slots", "has_state", "cu_chunks"],
+)
 def _states_kernel(
     x,
     B,
@@ -160,7 +163,10 @@ def _states_kernel(
     tl.store(slot_at + inner, acc.to(ssm_state.dtype.element_ty), mask=ok)
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@triton.jit(
+    do_not_specialize=["tokens"],
+    do_not_specialize_on_alignment=["cu_seqlens", "has_state", "chunk_seq", "chunk_start", "chunk_length"],
+)
 def _outputs_kernel(
     x,
     B,
@@ -326,7 +332,10 @@ def mamba_chunk_scan_varlen(
     if num_chunks == 0:
         return out
     tiles = _Tiles.choose(x.dtype, chunks.size, dim, state_size)
-    steps, sums = torch.empty((2, heads, tokens), dtype=torch.float32, device=x.device)
+    # Apart, so that each starts at an aligned address whatever the number of tokens: alignment is part of
+    # the key by which kernels are compiled.
+    steps = torch.empty((heads, tokens), dtype=torch.float32, device=x.device)
+    sums = torch.empty_like(steps)
     tails = torch.empty_like(sums) if tiles.exact else sums
     before = torch.empty((num_chunks, heads, dim, state_size), dtype=x.dtype, device=x.device)
     skip = A if D is None else D

@@ -18,7 +18,7 @@ _NO_LIMIT = (0.0, float("inf"))
 _TILE = 2048  # state elements of a program
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slots"])
 def _heads_kernel(
     state,
     x,
@@ -93,7 +93,7 @@ def _heads_kernel(
     tl.store(y_at, y.to(out.dtype.element_ty), mask=p_ok)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slots"])
 def _channels_kernel(
     state,
     x,

@@ -133,7 +133,8 @@ def _raising(error: BaseException) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("error", "code"), [(KeyboardInterrupt(), 130), (BrokenPipeError(), 0), (RecurraError("x"), 1)]
+    ("error", "code"),
+    [(KeyboardInterrupt(), 130), (BrokenPipeError(), 0), (RecurraError("x"), 1), (ZeroDivisionError("x"), 1)],
 )
 def test_endings_are_exit_codes(
     run: Run, monkeypatch: pytest.MonkeyPatch, error: BaseException, code: int

@@ -106,6 +106,13 @@ def test_prompts_that_cannot_work(run: Run, chat_model: Path, flags: list[str], 
     assert result.out == ""
 
 
+def test_stdin_that_is_no_text(run: Run, chat_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"a\xff"), encoding="utf-8"))
+    result = run("generate", chat_model)
+    assert result.code == 1
+    assert "no valid UTF-8" in result.err
+
+
 def test_ctrl_c_stops_the_answer(run: Run, chat_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(running, "Interrupt", lambda: Interrupt(requested=True))
     result = run("generate", chat_model, "-p", "A", "--max-tokens", 5000, "--ignore-eos")

@@ -8,7 +8,7 @@ from typing import Any
 from cyclopts import App, CycloptsError, Group
 
 from recurra import __version__
-from recurra.cli.failure import FAILED, INTERRUPTED, OK, USAGE, report, report_usage
+from recurra.cli.failure import FAILED, INTERRUPTED, OK, USAGE, report, report_bug, report_usage
 from recurra.errors import ConfigError, RecurraError
 
 _TEXT = Group("Text", sort_key=0)
@@ -65,4 +65,9 @@ def run(argv: list[str]) -> int:
         # The reader of our output (head, say) has left; the interpreter must not complain at exit.
         sys.stdout = None
         return OK
+    except Exception as error:
+        if debug:
+            raise
+        report_bug(error)
+        return FAILED
     return result if isinstance(result, int) else OK

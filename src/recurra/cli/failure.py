@@ -47,6 +47,13 @@ def report(error: RecurraError) -> None:
         error_line(str(error))
 
 
+def report_bug(error: Exception) -> None:
+    """Say that something happened which nobody foresaw."""
+    error_line(f"internal error: {type(error).__name__}: {error}")
+    hint = "Please report it, with what --debug prints and the output of recurra collect-env."
+    stderr().print(hint, style="dim", highlight=False, soft_wrap=True)
+
+
 def report_usage(error: CycloptsError, commands: Sequence[str]) -> None:
     """Say what is wrong with the command line itself, and where its options are listed."""
     chain = [name for name in (error.command_chain or ()) if name]

@@ -13,6 +13,7 @@ from cyclopts import Parameter
 from recurra.cli.console import note, write
 from recurra.cli.failure import FAILED, INTERRUPTED, OK, error_line
 from recurra.cli.flags import Model, Quiet, engine_flags, sampling_flags, switch, takes
+from recurra.cli.reading import from_stdin
 from recurra.cli.running import (
     Speed,
     TextStream,
@@ -94,7 +95,7 @@ def _prompts(texts: list[str] | None, file: Path | None, ids: str | None) -> lis
             raise ConfigError("prompt_file", str(file), f"can't be read ({error}).", "Give a UTF-8 text file.") from error  # fmt: skip
     if sys.stdin.isatty():
         note("Type the prompt, then Ctrl-D on a line of its own.")
-    return [_without_last_break(sys.stdin.read())]
+    return [_without_last_break(from_stdin(sys.stdin.read))]
 
 
 def _without_last_break(text: str) -> str:

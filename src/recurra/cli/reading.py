@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from recurra.cli.console import note
+from recurra.errors import RequestError
 
 
 class Reader(Protocol):
@@ -17,12 +18,24 @@ class Reader(Protocol):
         ...
 
 
+def from_stdin(read: Callable[[], str]) -> str:
+    """What ``read`` gets from stdin.
+
+    Raises:
+        RequestError: bytes that are no UTF-8 text.
+    """
+    try:
+        return read()
+    except UnicodeDecodeError as error:
+        raise RequestError(f"stdin is no valid UTF-8 text: {error}", param="prompt") from error
+
+
 class PlainReader:
     """Reads stdin; a backslash at a line's end continues the text on the next line."""
 
     def read(self) -> str | None:
         lines: list[str] = []
-        for line in iter(sys.stdin.readline, ""):
+        for line in iter(lambda: from_stdin(sys.stdin.readline), ""):
             text = line.removesuffix("\n")
             if not text.endswith("\\"):
                 return "\n".join([*lines, text])

@@ -65,7 +65,7 @@ class RealModel:
             "device": "cpu",
             "num_threads": 1,
             "max_num_seqs": 8,
-            "mamba_config": {"backend": "reference"},
+            "mamba_config": {"backend": "cpu"},
         } | settings
         engine = LLMEngine(EngineConfig(model=str(self.folder), **chosen))
         if poison:

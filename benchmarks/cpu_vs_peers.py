@@ -162,10 +162,9 @@ def measure(
         arguments = {"batch": size, "steps": steps} if work == "decode" else {"tokens": size}
         for repetition in range(repetitions + 1):  # the first warms up
             for name in list(workers):
-                slow = name.startswith("transformers") and (size == 2048 or "bfloat16" in name)
-                if slow and repetition not in (0, 1):
-                    continue
-                if slow and repetition == 0 and size == 2048:
+                # transformers takes seconds where the others take a fraction: once is enough, unwarmed if long
+                once = name.startswith("transformers") and (work, size) != ("decode", 1)
+                if once and (repetition > 1 or (repetition == 0 and size == 2048)):
                     continue
                 key = (work, size, name)
                 if isinstance(seconds.get(key), str):

@@ -38,6 +38,16 @@ def test_what_cannot_work_is_named(settings: dict[str, Any], name: str) -> None:
     assert refused.value.hint
 
 
+def test_unknown_and_mistyped_settings_are_named() -> None:
+    with pytest.raises(ConfigError, match="Did you mean 'port'"):
+        ServerConfig(prot=1)
+    with pytest.raises(ConfigError, match="port='many'"):
+        ServerConfig(port="many")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError) as refused:
+        ServerConfig(api_keys=[{"sk-secret": 1}])  # type: ignore[list-item]
+    assert "sk-secret" not in str(refused.value)
+
+
 def test_keys_do_not_show() -> None:
     config = ServerConfig(api_keys="sk-secret")  # type: ignore[arg-type]
     assert config.api_keys[0].get_secret_value() == "sk-secret"

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, SecretStr, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, SecretStr, ValidationError, field_validator, model_validator
 
 from recurra.errors import ConfigError
 
@@ -63,6 +64,12 @@ class ServerConfig(BaseModel):
     ssl_certfile: Path | None = None
     ssl_keyfile: Path | None = None
 
+    def __init__(self, **settings: Any) -> None:
+        try:
+            super().__init__(**settings)
+        except ValidationError as error:
+            raise _readable(error) from None
+
     @field_validator("api_keys", "served_model_name", "cors_origins", mode="before")
     @classmethod
     def _one_or_many(cls, value: Any) -> Any:
@@ -94,3 +101,18 @@ class ServerConfig(BaseModel):
 def _check(ok: bool, setting: str, value: Any, problem: str, hint: str) -> None:
     if not ok:
         raise ConfigError(setting, value, problem, hint)
+
+
+def _readable(error: ValidationError) -> ConfigError:
+    """Pydantic's first complaint as ours: name, value, what would work."""
+    first = error.errors()[0]
+    cause = first.get("ctx", {}).get("error")
+    if isinstance(cause, ConfigError):
+        return cause
+    name = str(first["loc"][0]) if first["loc"] else "settings"
+    if first["type"] == "extra_forbidden":
+        near = difflib.get_close_matches(name, ServerConfig.model_fields, n=1)
+        hint = f"Did you mean {near[0]!r}?" if near else f"Known: {', '.join(ServerConfig.model_fields)}."
+        return ConfigError(name, first["input"], "unknown setting.", hint)
+    value = "(hidden)" if name == "api_keys" else first["input"]
+    return ConfigError(name, value, f"{first['msg']}.")

@@ -170,7 +170,9 @@ class _Runner:
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._on_signal, number)
         await self._server.serve(sockets=[self._sock])
-        await self._state.supervisor.stop(0)  # uvicorn skips the lifespan when it is forced to end
+        if self._server.force_exit:  # uvicorn skips the end of the lifespan then
+            await self._state.supervisor.stop(0)
+            await self._server.lifespan.shutdown()
 
     def _give_up(self) -> None:
         """The engine can't be kept running: end, and say why."""

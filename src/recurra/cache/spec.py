@@ -39,10 +39,12 @@ class StateSpec:
 
 
 class ConvSSM(NamedTuple):
-    """State of a Mamba layer, a row a slot, written in place by the mixer.
+    """State of a recurrent layer, a row a slot, written in place by the mixer.
 
-    conv: (slots, conv_channels, W - 1), last inputs of the convolution.
-    ssm: (slots, channels, N) for Mamba-1, (slots, H, P, N) for Mamba-2.
+    conv: (slots, conv_channels, W - 1), last inputs of the convolution; (slots, 0) in lightning attention,
+        which has none.
+    ssm: (slots, channels, N) for Mamba-1, (slots, H, P, N) for Mamba-2, (slots, H, K, V) for lightning
+        attention and delta rules; (slots, 0) in a short convolution.
     """
 
     conv: Tensor
@@ -83,4 +85,42 @@ def mamba2_state(
             TensorSpec("conv", (conv_channels, conv_kernel - 1), conv_dtype),
             TensorSpec("ssm", (num_heads, head_dim, state_size), ssm_dtype),
         ),
+    )
+
+
+def lightning_state(
+    num_heads: int, key_dim: int, value_dim: int, ssm_dtype: torch.dtype = torch.float32
+) -> StateSpec:
+    """State of a lightning attention layer: a sum of keys times values, and no convolution."""
+    return StateSpec(
+        "lightning",
+        (TensorSpec("conv", (0,), ssm_dtype), TensorSpec("ssm", (num_heads, key_dim, value_dim), ssm_dtype)),
+    )
+
+
+def delta_state(
+    num_key_heads: int,
+    num_value_heads: int,
+    key_dim: int,
+    value_dim: int,
+    conv_kernel: int,
+    conv_dtype: torch.dtype,
+    ssm_dtype: torch.dtype = torch.float32,
+) -> StateSpec:
+    """State of a gated delta net or Kimi delta attention layer; the convolution runs over q, k and v."""
+    conv_channels = 2 * num_key_heads * key_dim + num_value_heads * value_dim
+    return StateSpec(
+        "delta",
+        (
+            TensorSpec("conv", (conv_channels, conv_kernel - 1), conv_dtype),
+            TensorSpec("ssm", (num_value_heads, key_dim, value_dim), ssm_dtype),
+        ),
+    )
+
+
+def short_conv_state(channels: int, conv_kernel: int, conv_dtype: torch.dtype) -> StateSpec:
+    """State of a gated short convolution: its window alone."""
+    return StateSpec(
+        "short_conv",
+        (TensorSpec("conv", (channels, conv_kernel - 1), conv_dtype), TensorSpec("ssm", (0,), conv_dtype)),
     )

@@ -13,6 +13,7 @@ from fakes import poison_slots
 from torch import Tensor
 
 import checkpoints
+from oracle import load_oracle
 from recurra.config.engine import EngineConfig
 from recurra.engine.engine import LLMEngine
 
@@ -37,12 +38,7 @@ class RealModel:
 
     @cached_property
     def oracle(self) -> Any:
-        from transformers import AutoModelForCausalLM
-        from transformers.utils import logging
-
-        logging.set_verbosity_error()
-        logging.disable_progress_bar()
-        return AutoModelForCausalLM.from_pretrained(self.folder, dtype=torch.float32).eval()
+        return load_oracle(self.folder)
 
     def log_probs(self, tokens: list[int]) -> Tensor:
         """(tokens, vocabulary)."""

@@ -62,7 +62,6 @@ class World:
         for chunk in plan.prefill:
             if chunk.is_last:
                 new.extend(chunk.answers)
-        new = [s for s in new if s.status is not Status.FINISHED]
         ended = [s for s in new if len(s.output_ids) + 1 == s.request.params.max_tokens]
         saved = {c.sequence.request.request_id for c in plan.prefill if c.is_last}
         tokens = dict.fromkeys(new, 7)

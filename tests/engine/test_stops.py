@@ -121,6 +121,15 @@ def test_stop_strings_that_were_complete_before_min_tokens_do_not_count(tok: Tok
     assert (answer.text, answer.finish_reason) == ("dog cat ", "stop")
 
 
+def test_an_end_token_before_min_tokens_is_an_ordinary_token(tok: Tokenizer) -> None:
+    answer = Answer(Request("r", (1,), SamplingParams(min_tokens=2, max_tokens=9)), 0, frozenset([0]), tok)
+    for token in (0, 0):
+        answer.push(token, None)
+        assert not answer.finished
+    answer.push(0, None)
+    assert (answer.finish_reason, answer.token_ids) == ("stop", [0, 0, 0])
+
+
 def test_the_end_token_is_an_id_of_the_answer_but_no_text(tok: Tokenizer) -> None:
     params = SamplingParams(skip_special_tokens=False, max_tokens=99)
     answer, _ = feed(tok, "so", params, extra=[0])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -14,6 +13,7 @@ from model_driver import Driver
 from torch import Tensor
 
 import checkpoints
+from oracle import load_oracle
 from recurra.device import detect
 from recurra.models import load_model, read_config
 from recurra.ops import Ops, build
@@ -49,17 +49,7 @@ class Golden:
 
 @cache
 def _oracle(folder: Path) -> Any:
-    from transformers import AutoModelForCausalLM
-    from transformers.utils import logging
-
-    for package in ("mamba_ssm", "causal_conv1d", "kernels"):
-        assert importlib.util.find_spec(package) is None, (
-            f"{package} would replace the formulas compared with"
-        )
-    # It logs, once a kernel, that it runs the plain formulas: what is wanted here.
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    return load_oracle(folder)
 
 
 def oracle_log_probs(oracle: Any, tokens: list[int]) -> Tensor:

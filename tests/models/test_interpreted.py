@@ -10,6 +10,7 @@ from model_cases import assert_close, machine_of, oracle_log_probs
 from model_driver import Piece
 
 import checkpoints
+from oracle import load_oracle
 from recurra.device import detect
 
 WRITERS = {
@@ -24,9 +25,7 @@ WRITERS = {
 def test_interpreted_kernels(name: str, tmp_path: Path) -> None:
     """Whole, cut, token by token, and packed with others in a step that also decodes."""
     folder = WRITERS[name](tmp_path)
-    from transformers import AutoModelForCausalLM
-
-    oracle = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    oracle = load_oracle(folder)
     prompt = torch.randint(checkpoints.VOCABULARY, (29,)).tolist()
     want = oracle_log_probs(oracle, prompt)
     driver = machine_of("cpu", "triton").driver(folder)

@@ -12,6 +12,7 @@ from model_cases import TOLERANCE, Machine, assert_close, machine_of, oracle_log
 from model_driver import Driver, Piece
 
 import checkpoints
+from oracle import load_oracle
 from recurra.models import load_model, read_config
 
 WRITERS = {
@@ -31,9 +32,7 @@ def tokens(count: int) -> list[int]:
 
 
 def oracle(folder: Path, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Any:
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval().to(device)
+    return load_oracle(folder, dtype).to(device)
 
 
 def test_float64_is_exact_to_rounding(write: Any, tmp_path: Path) -> None:

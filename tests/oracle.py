@@ -1,0 +1,52 @@
+"""transformers' models as oracles: plain formulas, no cache, and mended where a release is known to be wrong."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class _GroupedNorm(nn.Module):
+    """Mamba-2's gated norm over each group. transformers up to 5.17 at least normalises over all groups at once."""
+
+    def __init__(self, weight: Tensor, eps: float, group_size: int) -> None:
+        super().__init__()
+        self.weight, self.eps, self.group_size = weight, eps, group_size
+
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+        wide = (x.float() * F.silu(gate.float())).unflatten(-1, (-1, self.group_size))
+        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        return self.weight * normed.flatten(-2).to(x.dtype)
+
+
+def load_oracle(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
+    """transformers' model of a checkpoint folder, on the CPU."""
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    for package in ("mamba_ssm", "causal_conv1d", "kernels"):
+        assert importlib.util.find_spec(package) is None, (
+            f"{package} would replace the formulas compared with"
+        )
+    # It logs, once a kernel, that it runs the plain formulas: what is wanted here.
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+    _mend_gated_norms(model)
+    return model
+
+
+def _mend_gated_norms(model: Any) -> None:
+    groups = getattr(model.config, "n_groups", 1)
+    if model.config.model_type != "mamba2" or groups == 1:
+        return
+    for layer in model.backbone.layers:
+        norm = layer.mixer.norm
+        if not hasattr(norm, "group_size"):
+            size = layer.mixer.intermediate_size // groups
+            layer.mixer.norm = _GroupedNorm(norm.weight, norm.variance_epsilon, size)

@@ -90,11 +90,14 @@ def test_an_aborted_request_is_heard_of_no_more() -> None:
 
 
 def test_a_refused_call_leaves_nothing_in_the_queue() -> None:
-    channel = run(Submit(1, [request(str(i)) for i in range(3)]), Submit(2, [request("ok")]), max_queue_len=2)
+    calls = Submit(1, [request(str(i)) for i in range(3)]), Submit(2, [request("ok", max_tokens=60)])
+    channel = run(*calls, max_queue_len=2, step_seconds=0.01)
     (refused,) = channel.of(Refused)
     assert (refused.call_id, refused.status, refused.retry_after) == (1, 429, 1)
     assert channel.of(Accepted) == [Accepted(2)]
     assert {d.request_id for s in channel.of(StepDone) for d in s.deltas} == {"ok"}
+    loads = [event.values["running"] + event.values["waiting"] for event in channel.of(Stats)]
+    assert max(loads) <= 1
 
 
 def test_an_error_of_a_request_is_told_with_its_field() -> None:

@@ -90,7 +90,10 @@ def test_an_aborted_request_is_heard_of_no_more() -> None:
 
 
 def test_a_refused_call_leaves_nothing_in_the_queue() -> None:
-    calls = Submit(1, [request(str(i)) for i in range(3)]), Submit(2, [request("ok", max_tokens=60)])
+    calls = (
+        Submit(1, [request(str(i), max_tokens=60) for i in range(3)]),
+        Submit(2, [request("ok", max_tokens=60)]),
+    )
     channel = run(*calls, max_queue_len=2, step_seconds=0.01)
     (refused,) = channel.of(Refused)
     assert (refused.call_id, refused.status, refused.retry_after) == (1, 429, 1)

@@ -13,7 +13,8 @@ from tokenizers import Tokenizer
 ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "models" / "recurra-tiny"
 HELD_OUT = Path(__file__).parent / "data" / "heldout.txt"
-LOSS_BOUND = 2.40
+#: It scores 1.877 nats a token; with every decay e times faster (A_log + 1) it scores 2.028.
+LOSS_BOUND = 1.90
 """Nats per token on the held-out snippet; the shipped weights reach 2.279, untrained ones 8.3."""
 
 
@@ -65,7 +66,7 @@ def test_tokenizer_round_trip(tokenizer: Tokenizer, text: str) -> None:
 def test_held_out_loss_in_transformers(tokenizer: Tokenizer) -> None:
     transformers = pytest.importorskip("transformers")
     model = transformers.AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval()
-    ids = torch.tensor([[0, *tokenizer.encode(HELD_OUT.read_text()).ids]])
+    ids = torch.tensor([tokenizer.encode(HELD_OUT.read_text()).ids])
     with torch.no_grad():
         logits = model(ids, use_cache=False).logits[0, :-1]
     assert float(torch.nn.functional.cross_entropy(logits, ids[0, 1:])) < LOSS_BOUND

@@ -31,14 +31,6 @@ def kernel(function: F) -> F:
     return compiled
 
 
-def outlined(function: F) -> F:
-    """Like :func:`kernel`, never inlined into its callers: large bodies with several call sites."""
-    compiled: F = numba.njit(
-        cache=True, nogil=True, error_model="numpy", boundscheck=False, forceinline=False, no_cpython_wrapper=True
-    )(function)
-    return compiled
-
-
 @cache
 def address(function: Callable[..., None], signature: Any = JOB) -> int:
     """Compile a top-level function to a C function and return its address.
@@ -55,7 +47,9 @@ def address(function: Callable[..., None], signature: Any = JOB) -> int:
 _alive: list[Any] = []
 
 
-def instruction(result: Any, arguments: tuple[Any, ...]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def instruction(
+    result: Any, arguments: tuple[Any, ...]
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Turn ``emit(builder, *values)``, which writes LLVM instructions, into a function kernels can call."""
 
     def decorate(emit: Callable[..., Any]) -> Callable[..., Any]:

@@ -108,9 +108,7 @@ def _serve(control: int, rank: int) -> None:
     """A worker's life: wait for a job, help with it, until stopped."""
     seen = 0
     while True:
-        _wait_at_least(
-            control + EPOCH, control + IDLE, seen + 1, peek(control + SPINS) * _IDLE_SPIN_FACTOR
-        )
+        _wait_at_least(control + EPOCH, control + IDLE, seen + 1, peek(control + SPINS) * _IDLE_SPIN_FACTOR)
         seen = peek(control + EPOCH)
         if peek(control + STOP) != 0:
             return

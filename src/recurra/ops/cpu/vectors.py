@@ -77,9 +77,7 @@ def load_stored_first(builder: Any, address: Any, kind: int, lanes_mask: Any) ->
     """Load the lanes of the mask, zeros elsewhere; memory outside the mask isn't touched."""
     lanes, align = STORED[kind]
     suffix = {F32: "v16f32", BF16: "v16i16", F16: "v16f16"}[kind]
-    load = declare(
-        builder, f"llvm.masked.load.{suffix}.p0", lanes, [lanes.as_pointer(), i32, mask, lanes]
-    )
+    load = declare(builder, f"llvm.masked.load.{suffix}.p0", lanes, [lanes.as_pointer(), i32, mask, lanes])
     zero = ir.Constant(lanes, [0.0 if kind != BF16 else 0] * LANES)
     raw = builder.call(load, [pointer(builder, address, lanes), ir.Constant(i32, align), lanes_mask, zero])
     return widen(builder, raw, kind)
@@ -130,9 +128,7 @@ def store(builder: Any, address: Any, value: Any) -> None:
 @instruction(types.void, (_int, f32x16, _int))
 def store_first(builder: Any, address: Any, value: Any, count: Any) -> None:
     """Write the first ``count`` lanes."""
-    write = declare(
-        builder, "llvm.masked.store.v16f32.p0", ir.VoidType(), [vec, vec.as_pointer(), i32, mask]
-    )
+    write = declare(builder, "llvm.masked.store.v16f32.p0", ir.VoidType(), [vec, vec.as_pointer(), i32, mask])
     chosen = first_lanes(builder, count)
     builder.call(write, [value, pointer(builder, address, vec), ir.Constant(i32, 4), chosen])
 

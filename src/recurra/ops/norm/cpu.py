@@ -35,7 +35,7 @@ def _squares(x: int, z: int, out: int, width: int) -> Any:
 
 
 @kernel
-def _norm_group(x: int, z: int, weight: int, out: int, width: int, eps: float, before: int) -> None:
+def norm_group(x: int, z: int, weight: int, out: int, width: int, eps: float, before: int) -> None:
     """One group of columns of one row. ``before``: the norm comes before the gate."""
     gated = z if not before else 0
     mean = np.float32(_squares(x, gated, out, width) / np.float32(width))
@@ -61,7 +61,7 @@ def _job(args: int, control: int, rank: int) -> None:
             break
         for r in range(unit * _ROWS, min(rows, (unit + 1) * _ROWS)):
             for c in range(0, width, group):
-                _norm_group(
+                norm_group(
                     x + r * x_row + 4 * c, z + r * z_row + 4 * c if z else 0, weight + 4 * c if weight else 0,
                     out + 4 * (r * width + c), group, eps, before,
                 )  # fmt: skip

@@ -1,0 +1,167 @@
+"""The CPU backend's decode step: binds weights and states to a compiled job."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from recurra.errors import ConfigError
+from recurra.ops.cpu.calls import address as pointer_of
+from recurra.ops.cpu.calls import as_float32, row_bytes, table
+from recurra.ops.cpu.jit import address
+from recurra.ops.cpu.threads import ThreadPool, thread_pool
+from recurra.ops.decode_stack import DecodeStack, Mamba1Weights, Mamba2Weights, StackWeights
+from recurra.ops.decode_stack import cpu_common as words
+from recurra.ops.decode_stack.cpu_mamba1 import mamba1_step
+from recurra.ops.decode_stack.cpu_mamba2 import mamba2_step
+from recurra.ops.linear.cpu import KINDS, chunk_rows, matrix_words
+
+_Weights = Mamba1Weights | Mamba2Weights
+States = tuple[tuple[Tensor, Tensor], ...]
+
+
+class _Block:
+    """A block's row of the table, and the tensors that its addresses point to."""
+
+    def __init__(self, weights: _Weights, conv: Tensor, ssm: Tensor) -> None:
+        self.words: list[int | float] = [0] * words.BLOCK_WORDS
+        self.keep: list[Tensor] = []
+        self.weights = weights
+        self._common(weights, conv, ssm)
+        if isinstance(weights, Mamba1Weights):
+            self._mamba1(weights)
+        else:
+            self._mamba2(weights)
+
+    def _vector(self, at: int, tensor: Tensor | None, name: str) -> None:
+        if tensor is not None:
+            self.keep.append(as_float32(tensor, name).contiguous())
+            self.words[at] = self.keep[-1].data_ptr()
+
+    def _matrix(self, at: int, weight: Tensor, bias: Tensor | None, name: str) -> None:
+        self.keep.append(weight.detach().contiguous())
+        if bias is not None:
+            bias = as_float32(bias, name).contiguous()
+            self.keep.append(bias)
+        self.words[at : at + 6] = matrix_words(self.keep[-2 if bias is not None else -1], bias)
+
+    def _state(self, at: int, state: Tensor, setting: str) -> None:
+        if state.dtype != torch.float32:
+            raise ConfigError(
+                setting, str(state.dtype).removeprefix("torch."), "the compiled CPU step keeps float32 states.",
+                'Use "float32", or enforce_eager=True.',
+            )  # fmt: skip
+        assert state[0].is_contiguous(), state.stride()
+        self.words[at : at + 2] = [state.data_ptr(), row_bytes(state)]
+        self.keep.append(state)
+
+    def _common(self, weights: _Weights, conv: Tensor, ssm: Tensor) -> None:
+        self._vector(words.NORM, weights.norm, "norm")
+        self.words[words.NORM_EPS] = float(weights.norm_eps)
+        self._vector(words.CONV_WEIGHT, weights.conv_weight, "conv_weight")
+        self._vector(words.CONV_BIAS, weights.conv_bias, "conv_bias")
+        self.words[words.CONV_WIDTH] = weights.conv_weight.shape[1]
+        self._state(words.CONV_STATE, conv, "mamba_cache_dtype")
+        self._state(words.SSM_STATE, ssm, "mamba_ssm_cache_dtype")
+        self._vector(words.A_MATRIX, weights.A, "A")
+        self._vector(words.SKIP, weights.D, "D")
+        self._vector(words.STEP_BIAS, weights.dt_bias, "dt_bias")
+        self._matrix(words.IN_PROJ, weights.in_proj, weights.in_proj_bias, "in_proj_bias")
+        self._matrix(words.OUT_PROJ, weights.out_proj, weights.out_proj_bias, "out_proj_bias")
+
+    def _mamba1(self, weights: Mamba1Weights) -> None:
+        self._matrix(words.X_PROJ, weights.x_proj, None, "x_proj")
+        self._matrix(words.STEP_PROJ, weights.dt_proj, None, "dt_proj")
+        eps = weights.bcdt_norm_eps
+        inner, N = weights.A.shape
+        self.words[words.INNER : words.BCDT_EPS + 1] = [
+            inner, N, weights.dt_proj.shape[1], int(eps is not None), float(eps or 0.0),
+        ]  # fmt: skip
+
+    def _mamba2(self, weights: Mamba2Weights) -> None:
+        self.words[words.STATE] = weights.state_size
+        self.words[words.HEADS : words.GATED_NORM] = [
+            weights.num_heads, weights.head_dim, weights.num_groups, *map(float, weights.dt_limit),
+        ]  # fmt: skip
+        self._vector(words.GATED_NORM, weights.gated_norm, "gated_norm")
+        self.words[words.GATED_EPS] = float(weights.gated_norm_eps)
+        self.words[words.GATED_GROUP] = weights.gated_norm_group
+
+    @property
+    def widths(self) -> tuple[int, int, int]:
+        """Columns of a row's buffers: in projection, x projection, mixer."""
+        narrow = self.weights.x_proj.shape[0] if isinstance(self.weights, Mamba1Weights) else 0
+        return self.weights.in_proj.shape[0], narrow, self.weights.out_proj.shape[1]
+
+
+class CpuDecodeStack:
+    """See :class:`recurra.ops.decode_stack.DecodeStack`. One call at a time.
+
+    Padding rows (slot 0) touch no state, and their output means nothing.
+    """
+
+    def __init__(self, weights: StackWeights, states: States, pool: ThreadPool, job: int) -> None:
+        self._pool, self._job = pool, job
+        self._blocks = [_Block(w, *state) for w, state in zip(weights.blocks, states, strict=True)]
+        self._table = torch.stack([table(*block.words) for block in self._blocks])
+        self._embedding = weights.embedding.detach().contiguous()
+        self._final_norm = as_float32(weights.final_norm, "final_norm").contiguous()
+        self._final_eps = float(weights.final_norm_eps)
+        self._num_slots = states[0][0].shape[0]
+        self._widths = [max(column) for column in zip(*(b.widths for b in self._blocks), strict=True)]
+        hidden = self._embedding.shape[1]
+        self._scratch = torch.zeros(pool.num_threads, 8 * max(hidden, self._widths[2]))
+        self._buffers = self._allocate(1)
+
+    def _allocate(self, batch: int) -> list[Tensor]:
+        hidden, (wide, narrow, mixed) = self._embedding.shape[1], self._widths
+        return [torch.zeros(batch, width) for width in (hidden, hidden, wide, narrow, mixed, mixed)]
+
+    def _check(self, token_ids: Tensor, slots: Tensor) -> None:
+        vocabulary = self._embedding.shape[0]
+        for name, values, limit in (("token_ids", token_ids, vocabulary), ("slots", slots, self._num_slots)):
+            array = values.numpy()
+            if array.min() < 0 or array.max() >= limit:
+                raise IndexError(f"{name} go from {array.min()} to {array.max()}; valid: 0 to {limit - 1}")
+
+    def __call__(self, token_ids: Tensor, slots: Tensor) -> Tensor:
+        """
+        Raises:
+            IndexError: a token beyond the vocabulary or a slot beyond the pool.
+        """
+        batch, hidden = token_ids.shape[0], self._embedding.shape[1]
+        out = torch.empty(batch, hidden, dtype=torch.float32)
+        if not batch:
+            return out
+        token_ids = token_ids.to(torch.int64).contiguous()
+        slots = slots.to(torch.int32).contiguous()
+        self._check(token_ids, slots)
+        if self._buffers[0].shape[0] < batch:
+            self._buffers = self._allocate(batch)
+        residual, normed, wide, narrow, steps, mixed = self._buffers
+        arguments = table(
+            batch, hidden, token_ids.data_ptr(), slots.data_ptr(), self._embedding.data_ptr(),
+            KINDS[self._embedding.dtype], row_bytes(self._embedding), self._final_norm.data_ptr(),
+            self._final_eps, out.data_ptr(), residual.data_ptr(), normed.data_ptr(), wide.data_ptr(),
+            pointer_of(narrow), steps.data_ptr(), mixed.data_ptr(), self._scratch.data_ptr(),
+            row_bytes(self._scratch), len(self._blocks), self._table.data_ptr(), 4 * self._widths[0],
+            4 * self._widths[1], chunk_rows(hidden, batch), max(8, chunk_rows(self._widths[2], batch)),
+        )  # fmt: skip
+        self._pool.run(self._job, arguments.numpy())
+        return out
+
+
+def build_decode_stack(weights: StackWeights, states: States, num_threads: int) -> DecodeStack:
+    """See :class:`recurra.ops.decode_stack.BuildDecodeStack`.
+
+    Raises:
+        ConfigError: weights or states in a dtype without kernels, or blocks of both families in one stack.
+    """
+    families = {type(block) for block in weights.blocks}
+    if len(families) != 1:
+        raise ConfigError(
+            "blocks", sorted(f.__name__ for f in families), "the compiled CPU step takes one family.",
+            "Use enforce_eager=True.",
+        )  # fmt: skip
+    job = address(mamba1_step if families == {Mamba1Weights} else mamba2_step)
+    return CpuDecodeStack(weights, states, thread_pool(num_threads), job)

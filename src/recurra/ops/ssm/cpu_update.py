@@ -1,0 +1,217 @@
+"""One step of the selective recurrence on the CPU: a unit of work is some channels, or a head, of a sequence."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from recurra.ops.cpu.calls import address as pointer_of
+from recurra.ops.cpu.calls import as_float32, row_bytes, states_by_slot, table, unit_rows
+from recurra.ops.cpu.jit import address, kernel
+from recurra.ops.cpu.maths import exp, silu, softplus
+from recurra.ops.cpu.threads import claim, finish, thread_pool, wait_done
+from recurra.ops.cpu.tiles import load_some, store_some
+from recurra.ops.cpu.vectors import (
+    LANES,
+    add,
+    fma,
+    get,
+    load,
+    mul,
+    put,
+    real,
+    slot_at,
+    splat,
+    store,
+    total,
+    where_less,
+    word,
+)
+
+_NO_LIMIT = (0.0, float("inf"))
+_CHANNELS = 256  # channels of a Mamba-1 unit
+
+
+@kernel
+def step_size(raw: Any, bias: Any, apply_softplus: int, low: Any, high: Any) -> Any:
+    """dt = softplus(raw + bias), held between two bounds; NaN goes through."""
+    dt = add(raw, bias)
+    if apply_softplus:
+        dt = softplus(dt)
+    dt = where_less(dt, low, low, dt)
+    return where_less(high, dt, high, dt)
+
+
+@kernel
+def step_sizes(
+    raw: int, bias: int, out: int, count: int, apply_softplus: int, low: float, high: float
+) -> None:
+    """:func:`step_size` of ``count`` channels; bias 0 means none."""
+    for c in range(0, count, LANES):
+        b = load_some(bias + 4 * c, count - c) if bias else splat(0.0)
+        dt = step_size(load_some(raw + 4 * c, count - c), b, apply_softplus, splat(low), splat(high))
+        store_some(out + 4 * c, dt, count - c)
+
+
+@kernel
+def update_channels(state: int, x: int, dt: int, A: int, B: int, C: int, y: int, count: int, N: int) -> None:
+    """Mamba-1: ``state = exp(dt A) state + dt x B`` and ``y = state . C`` for ``count`` channels."""
+    for c in range(count):
+        step = splat(get(dt + 4 * c))
+        dx = mul(step, splat(get(x + 4 * c)))
+        sums = splat(0.0)
+        for n in range(0, N, LANES):
+            row = 4 * (c * N + n)
+            old = load_some(state + row, N - n)
+            decay = exp(mul(step, load_some(A + row, N - n)))
+            new = fma(decay, old, mul(dx, load_some(B + 4 * n, N - n)))
+            store_some(state + row, new, N - n)
+            sums = fma(new, load_some(C + 4 * n, N - n), sums)
+        put(y + 4 * c, total(sums))
+
+
+@kernel
+def update_head(state: int, x: int, dt: Any, A: Any, B: int, C: int, y: int, P: int, N: int) -> None:
+    """Mamba-2: the same for the P rows of a head, which share dt and A (the vectors hold one value)."""
+    decay = exp(mul(dt, A))
+    whole = N - N % LANES
+    for p in range(P):
+        dx = mul(dt, splat(get(x + 4 * p)))
+        sums = splat(0.0)
+        row = state + 4 * p * N
+        for n in range(0, whole, LANES):
+            new = fma(decay, load(row + 4 * n), mul(dx, load(B + 4 * n)))
+            store(row + 4 * n, new)
+            sums = fma(new, load(C + 4 * n), sums)
+        if whole < N:
+            old = load_some(row + 4 * whole, N - whole)
+            new = fma(decay, old, mul(dx, load_some(B + 4 * whole, N - whole)))
+            store_some(row + 4 * whole, new, N - whole)
+            sums = fma(new, load_some(C + 4 * whole, N - whole), sums)
+        put(y + 4 * p, total(sums))
+
+
+@kernel
+def skip_and_gate(y: int, x: int, D: int, D_step: int, z: int, count: int) -> None:
+    """``y = (y + D x) * silu(z)``; D 0 or z 0 means none. D_step: 1 for a D of each value, 0 for one D."""
+    for c in range(0, count, LANES):
+        some = count - c
+        out = load_some(y + 4 * c, some)
+        if D:
+            d = load_some(D + 4 * c, some) if D_step else splat(get(D))
+            out = fma(d, load_some(x + 4 * c, some), out)
+        if z:
+            out = mul(out, silu(load_some(z + 4 * c, some)))
+        store_some(y + 4 * c, out, some)
+
+
+@kernel
+def clear(y: int, count: int) -> None:
+    """Zeros, for padding rows."""
+    for c in range(0, count, LANES):
+        store_some(y + 4 * c, splat(0.0), count - c)
+
+
+def _job1(args: int, control: int, rank: int) -> None:
+    """Mamba-1; the words are those that :func:`_arguments` packs."""
+    S, channels, N = word(args, 0), word(args, 1), word(args, 2)
+    dt_buffer, apply_softplus, low, high = word(args, 22), word(args, 23), real(args, 24), real(args, 25)
+    blocks = (channels + _CHANNELS - 1) // _CHANNELS
+    ticket = claim(control)
+    while ticket < S * blocks:
+        s, c = ticket // blocks, ticket % blocks * _CHANNELS
+        count = min(_CHANNELS, channels - c)
+        y = word(args, 20) + 4 * (s * channels + c)
+        if slot_at(word(args, 6), s) == 0:
+            clear(y, count)
+        else:
+            x = word(args, 8) + s * word(args, 9) + 4 * c
+            dt = dt_buffer + 4 * (s * channels + c)
+            raw = word(args, 10) + s * word(args, 11) + 4 * c
+            bias, D, z = word(args, 19), word(args, 17), word(args, 21)
+            step_sizes(raw, bias + 4 * c if bias else 0, dt, count, apply_softplus, low, high)
+            state = word(args, 4) + slot_at(word(args, 7), s) * word(args, 5) + 4 * c * N
+            B, C = word(args, 13) + s * word(args, 14), word(args, 15) + s * word(args, 16)
+            update_channels(state, x, dt, word(args, 12) + 4 * c * N, B, C, y, count, N)
+            gate = z + s * word(args, 26) + 4 * c if z else 0
+            skip_and_gate(y, x, D + 4 * c if D else 0, 1, gate, count)
+        ticket = finish(control)
+    if rank == 0:
+        wait_done(control, S * blocks)
+
+
+def _job2(args: int, control: int, rank: int) -> None:
+    """Mamba-2; the words are those that :func:`_arguments` packs."""
+    S, H, N, P = word(args, 0), word(args, 1), word(args, 2), word(args, 3)
+    per_group, apply_softplus, low, high = word(args, 22), word(args, 23), real(args, 24), real(args, 25)
+    ticket = claim(control)
+    while ticket < S * H:
+        s, h = ticket // H, ticket % H
+        y = word(args, 20) + 4 * (s * H + h) * P
+        if slot_at(word(args, 6), s) == 0:
+            clear(y, P)
+        else:
+            x = word(args, 8) + s * word(args, 9) + 4 * h * P
+            bias, D, z = word(args, 19), word(args, 17), word(args, 21)
+            b = splat(get(bias + 4 * h)) if bias else splat(0.0)
+            raw = splat(get(word(args, 10) + s * word(args, 11) + 4 * h))
+            dt = step_size(raw, b, apply_softplus, splat(low), splat(high))
+            state = word(args, 4) + slot_at(word(args, 7), s) * word(args, 5) + 4 * h * P * N
+            g = 4 * (h // per_group) * N
+            B, C = word(args, 13) + s * word(args, 14) + g, word(args, 15) + s * word(args, 16) + g
+            update_head(state, x, dt, splat(get(word(args, 12) + 4 * h)), B, C, y, P, N)
+            D_step = word(args, 18)
+            skip = D + 4 * (h * P if D_step else h) if D else 0
+            skip_and_gate(y, x, skip, D_step, z + s * word(args, 26) + 4 * h * P if z else 0, P)
+        ticket = finish(control)
+    if rank == 0:
+        wait_done(control, S * H)
+
+
+def selective_state_update(
+    ssm_state: Tensor,
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None,
+    z: Tensor | None,
+    dt_bias: Tensor | None,
+    slots: Tensor,
+    *,
+    dt_softplus: bool = True,
+    dt_limit: tuple[float, float] = _NO_LIMIT,
+) -> Tensor:
+    """See :class:`recurra.ops.ssm.SelectiveStateUpdate`. Padding rows give zeros.
+
+    Raises:
+        ConfigError: a dtype that isn't float32, bfloat16 or float16.
+    """
+    first = ssm_state.dim() == 3
+    given = slots.to(torch.int32).contiguous()
+    states = states_by_slot(ssm_state, given, "mamba_ssm_cache_dtype")
+    rows = {"x": x, "dt": dt, "B": B, "C": C} | ({} if z is None else {"z": z})
+    wide = {name: unit_rows(tensor, name) for name, tensor in rows.items()}
+    A = as_float32(A, "A").contiguous()
+    skip = None if D is None else as_float32(D, "D").contiguous()
+    bias = None if dt_bias is None else as_float32(dt_bias, "dt_bias").contiguous()
+    out = torch.empty(x.shape, dtype=torch.float32)
+    S, width = x.shape[:2]
+    steps = torch.empty(x.shape if first else (0,), dtype=torch.float32)
+    gate = wide.get("z")
+    arguments = table(
+        S, width, ssm_state.shape[-1], 1 if first else x.shape[2], states.rows.data_ptr(), row_bytes(states.rows),
+        given.data_ptr(), states.slots.data_ptr(), wide["x"].data_ptr(), row_bytes(wide["x"]),
+        wide["dt"].data_ptr(), row_bytes(wide["dt"]), A.data_ptr(), wide["B"].data_ptr(), row_bytes(wide["B"]),
+        wide["C"].data_ptr(), row_bytes(wide["C"]), pointer_of(skip), int(skip is not None and skip.dim() == 2),
+        pointer_of(bias), out.data_ptr(), pointer_of(gate),
+        steps.data_ptr() if first else width // B.shape[1],
+        int(dt_softplus), float(dt_limit[0]) if dt_limit != _NO_LIMIT else -float("inf"), float(dt_limit[1]),
+        0 if gate is None else row_bytes(gate),
+    )  # fmt: skip
+    thread_pool(torch.get_num_threads()).run(address(_job1 if first else _job2), arguments.numpy())
+    states.commit(torch.arange(S + 1))
+    return out.to(x.dtype)

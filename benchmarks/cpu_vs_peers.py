@@ -38,6 +38,7 @@ GGUF = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 #: work, its size (sequences or tokens), decode steps
 WORKS = (("decode", 1, 48), ("decode", 8, 12), ("decode", 32, 6), ("prefill", 512, 0), ("prefill", 2048, 0))
+BRIEF_STEPS = 3
 GATE_STEPS = 24
 GATE_ERROR = 1e-2  # in log-probability
 
@@ -156,27 +157,29 @@ def gate(ours: Worker, judge: Worker, vocab: int) -> float:
 def measure(
     workers: dict[str, Worker], again: dict[str, list[str]], repetitions: int
 ) -> dict[tuple[str, int, str], Any]:
-    """Seconds of every work by every implementation; a string where it died."""
+    """Seconds of every step or prompt by every implementation; a string where it died."""
     seconds: dict[tuple[str, int, str], Any] = {}
     for work, size, steps in WORKS:
         arguments = {"batch": size, "steps": steps} if work == "decode" else {"tokens": size}
         for repetition in range(repetitions + 1):  # the first warms up
             for name in list(workers):
-                # transformers takes seconds where the others take a fraction: once is enough, unwarmed if long
-                once = name.startswith("transformers") and (work, size) != ("decode", 1)
-                if once and (repetition > 1 or (repetition == 0 and size == 2048)):
+                # transformers takes seconds where the others take a fraction: once, and few steps, are enough
+                brief = name.startswith("transformers") and (work, size) != ("decode", 1)
+                if brief and repetition != 1:
                     continue
                 key = (work, size, name)
                 if isinstance(seconds.get(key), str):
                     continue
                 try:
-                    answer = workers[name].ask(work, **arguments)
+                    few = {"steps": min(steps, BRIEF_STEPS)} if brief and steps else {}
+                    answer = workers[name].ask(work, **{**arguments, **few})
                 except (RuntimeError, BrokenPipeError) as error:
                     seconds[key] = f"died: {error}"
                     workers[name] = Worker(again[name])
                     continue
                 if repetition:
-                    seconds.setdefault(key, []).append(answer["seconds"])
+                    unit = answer["seconds"] / ({**arguments, **few}.get("steps") or 1)
+                    seconds.setdefault(key, []).append(unit)
     return seconds
 
 
@@ -192,9 +195,7 @@ def rows_of(
         if isinstance(times, str):
             rows.append({**row, "failed": times})
             continue
-        steps = next(s for w, n, s in WORKS if (w, n) == (work, size))
-        middle = statistics.median(times)
-        unit = middle / (steps or 1)
+        unit = statistics.median(times)
         tokens = size / unit
         moved = weights + 2 * state * size if work == "decode" else weights
         operations = 2 * parameters * size
@@ -203,7 +204,7 @@ def rows_of(
         rows.append({
             **row, "us": round(unit * 1e6, 1), "tokens_per_s": round(tokens, 1), "bytes": moved,
             "ops": operations, "fraction_of_ceiling": round(share, 3),
-            "spread": [round(min(times) / middle, 3), round(max(times) / middle, 3)], "runs": len(times),
+            "spread": [round(min(times) / unit, 3), round(max(times) / unit, 3)], "runs": len(times),
             "error": error if impl == "recurra" else None,
         })  # fmt: skip
     return rows

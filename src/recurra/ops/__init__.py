@@ -15,6 +15,7 @@ from recurra.ops.decode_stack import BuildDecodeStack
 from recurra.ops.linear import Linear
 from recurra.ops.norm import RMSNorm, RMSNormGated
 from recurra.ops.registry import BACKENDS, OPERATORS, Choice, choose, refusal
+from recurra.ops.short_conv import ShortConvUpdate, ShortConvVarlen
 from recurra.ops.ssm import SelectiveScanVarlen, SelectiveStateUpdate, SSDVarlen
 
 __all__ = ["BACKENDS", "Choice", "Ops", "build"]
@@ -32,6 +33,8 @@ class Ops:
     selective_scan_varlen: SelectiveScanVarlen
     mamba_chunk_scan_varlen: SSDVarlen
     selective_state_update: SelectiveStateUpdate
+    short_conv_varlen: ShortConvVarlen
+    short_conv_update: ShortConvUpdate
     build_decode_stack: BuildDecodeStack | None
     choices: tuple[Choice, ...]
 

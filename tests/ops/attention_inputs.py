@@ -1,0 +1,230 @@
+"""Inputs of the short convolution, of lightning attention and of the delta rules: see :mod:`inputs`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, Self
+
+import torch
+from inputs import (
+    Case,
+    Op,
+    Precision,
+    bounds,
+    check_bystanders,
+    chunks_of,
+    fused,
+    pad_rows,
+    pad_slots,
+    poisoned_pool,
+    slots_for,
+)
+from torch import Tensor
+
+from recurra.cache.pool import StatePool
+from recurra.cache.spec import delta_state, lightning_state, short_conv_state
+
+
+@dataclass(frozen=True)
+class PackedCase(Case):
+    """A case whose fields named in TOKENS have a row a token."""
+
+    TOKENS = ()
+
+    def tokens(self, rows: slice | Tensor, **changes: Any) -> Self:
+        """The case cut down to some of its tokens."""
+        names = [f.name for f in fields(self) if f.name in self.TOKENS]
+        return replace(self, **{n: getattr(self, n)[rows] for n in names}, **changes)
+
+    def padded(self, rows: int) -> Self:
+        """Rows of NaN after the tokens, and everything as column views of one tensor."""
+        names = [f.name for f in fields(self) if f.name in self.TOKENS]
+        act = [n for n in names if n in self.ACT]
+        views = dict(zip(act, fused(*(pad_rows(getattr(self, n), rows) for n in act)), strict=True))
+        rest = {n: pad_rows(getattr(self, n), rows) for n in names if n not in act}
+        return replace(self, **views, **rest)
+
+
+def _normal(*shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64)
+
+
+def _uniform(low: float, high: float, *shape: int) -> Tensor:
+    return torch.rand(*shape, dtype=torch.float64) * (high - low) + low
+
+
+@dataclass(frozen=True)
+class ShortConvCase(PackedCase):
+    """Weights x30, so that each tap matters."""
+
+    x: Tensor  # (T, channels)
+    B: Tensor
+    C: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    state: Tensor  # (S, channels, W - 1)
+    ACT = ("x", "B", "C", "weight", "bias")
+    TOKENS = ("x", "B", "C")
+
+    @classmethod
+    def draw(cls, tokens: int, rows: int, channels: int, width: int, bias: bool = True) -> ShortConvCase:
+        return cls(
+            _normal(tokens, channels),
+            _normal(tokens, channels),
+            _normal(tokens, channels),
+            _normal(channels, width) * 30 / width,
+            _normal(channels) if bias else None,
+            _normal(rows, channels, width - 1),
+        )
+
+    def pool(self, precision: Precision, rows: int) -> StatePool:
+        channels, width = self.weight.shape
+        return poisoned_pool(short_conv_state(channels, width, precision.state), rows, self.x.device)
+
+    def call(self, op: Op, state: Tensor, where: tuple[Any, ...]) -> Tensor:
+        return op(self.x, self.B, self.C, self.weight, self.bias, state, *where)
+
+    update = call
+
+
+@dataclass(frozen=True)
+class LightningCase(PackedCase):
+    """Decays as the models have them, e^-slope with slopes from near nothing to one half, and stronger."""
+
+    q: Tensor  # (T, H, K)
+    k: Tensor
+    v: Tensor  # (T, H, V)
+    log_decay: Tensor  # (H,)
+    state: Tensor  # (S, H, K, V)
+    scale: float = 1.0
+    ACT = ("q", "k", "v")
+    TOKENS = ("q", "k", "v")
+
+    @classmethod
+    def draw(
+        cls, tokens: int, rows: int, heads: int, key: int, value: int, strongest: float = 0.7
+    ) -> LightningCase:
+        return cls(
+            _normal(tokens, heads, key),
+            _normal(tokens, heads, key),
+            _normal(tokens, heads, value),
+            -torch.logspace(-3, 0, heads, dtype=torch.float64) * strongest,
+            _normal(rows, heads, key, value),
+            key**-0.5,
+        )
+
+    def pool(self, precision: Precision, rows: int) -> StatePool:
+        heads, key, value = self.state.shape[1:]
+        return poisoned_pool(lightning_state(heads, key, value, precision.state), rows, self.q.device)
+
+    def call(self, op: Op, state: Tensor, where: tuple[Any, ...]) -> Tensor:
+        return op(self.q, self.k, self.v, self.log_decay, state, *where, scale=self.scale)
+
+    def update(self, op: Op, state: Tensor, where: tuple[Any, ...]) -> Tensor:
+        return op(state, self.q, self.k, self.v, self.log_decay, *where, scale=self.scale)
+
+
+@dataclass(frozen=True)
+class DeltaCase(PackedCase):
+    """Gates of a gated delta net (T, Hv) or of Kimi delta attention (T, Hv, K)."""
+
+    q: Tensor  # (T, Hk, K)
+    k: Tensor
+    v: Tensor  # (T, Hv, V)
+    g: Tensor
+    beta: Tensor  # (T, Hv)
+    state: Tensor  # (S, Hv, K, V)
+    norm: bool = True
+    ACT = ("q", "k", "v")
+    TOKENS = ("q", "k", "v", "g", "beta")
+
+    @classmethod
+    def draw(
+        cls,
+        tokens: int,
+        rows: int,
+        key_heads: int,
+        value_heads: int,
+        key: int,
+        value: int,
+        *,
+        by_channel: bool = False,
+        lowest: float = -0.2,
+    ) -> DeltaCase:
+        gates = (tokens, value_heads, key) if by_channel else (tokens, value_heads)
+        return cls(
+            _normal(tokens, key_heads, key),
+            _normal(tokens, key_heads, key),
+            _normal(tokens, value_heads, value),
+            _uniform(lowest, 0, *gates),
+            _uniform(0.2, 1, tokens, value_heads),
+            _normal(rows, value_heads, key, value),
+        )
+
+    def pool(self, precision: Precision, rows: int) -> StatePool:
+        heads, key, value = self.state.shape[1:]
+        spec = delta_state(1, heads, key, value, 4, precision.state, precision.state)
+        return poisoned_pool(spec, rows, self.q.device)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {"scale": self.q.shape[2] ** -0.5, "qk_l2norm": self.norm}
+
+    def call(self, op: Op, state: Tensor, where: tuple[Any, ...]) -> Tensor:
+        return op(self.q, self.k, self.v, self.g, self.beta, state, *where, **self.options)
+
+    def update(self, op: Op, state: Tensor, where: tuple[Any, ...]) -> Tensor:
+        return op(state, self.q, self.k, self.v, self.g, self.beta, *where, **self.options)
+
+
+AnyCase = ShortConvCase | LightningCase | DeltaCase
+
+
+def _states(pool: StatePool, case: AnyCase) -> Tensor:
+    layer = pool.layers[1]
+    return layer.conv if isinstance(case, ShortConvCase) else layer.ssm
+
+
+def run_packed(
+    op: Op,
+    case: AnyCase,
+    precision: Precision,
+    lengths: Sequence[int],
+    has_state: Sequence[bool],
+    device: torch.device,
+    *,
+    chunk: int = 16,
+    slots: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Run on packed sequences; returns the output and the states after it, a row a sequence."""
+    case = case.to(precision, device).padded(0)
+    slots = slots_for(len(lengths), device) if slots is None else slots
+    flags = torch.tensor(has_state, dtype=torch.bool, device=device)
+    pool = case.pool(precision, len(lengths) + 1)
+    states = _states(pool, case)
+    states[slots[flags].long()] = case.state[flags]
+    before = pool.rows.clone()
+    where = (bounds(lengths, device), slots, flags, chunks_of(lengths, chunk, device))
+    y = case.call(op, states, where)
+    check_bystanders(pool, before, slots)
+    return y, states[slots.long()].clone()
+
+
+def run_step(
+    op: Op, case: AnyCase, precision: Precision, device: torch.device, *, padding: int = 0
+) -> tuple[Tensor, Tensor]:
+    """One token of each row (T = S), then ``padding`` rows of slot 0 that hold NaN."""
+    case = case.to(precision, device)
+    rows = case.state.shape[0]
+    slots = slots_for(rows, device)
+    pool = case.pool(precision, rows + 1)
+    states = _states(pool, case)
+    states[slots.long()] = case.state
+    before = pool.rows.clone()
+    if isinstance(case, ShortConvCase):
+        y = case.padded(padding).call(op, states, (pad_slots(slots, padding),))
+    else:
+        y = case.padded(padding).update(op, states, (pad_slots(slots, padding),))
+    check_bystanders(pool, before, slots)
+    return y[:rows], states[slots.long()].clone()

@@ -53,7 +53,8 @@ def _wait_at_least(word: int, sleepers: int, target: int, spins: int) -> None:
 @kernel
 def claim(control: int) -> int:
     """Take the next chunk of the job, counted over all its phases."""
-    return fetch_add(control + NEXT, 1)
+    ticket: int = fetch_add(control + NEXT, 1)
+    return ticket
 
 
 @kernel
@@ -62,7 +63,8 @@ def finish(control: int) -> int:
     fetch_add(control + DONE, 1)
     if peek(control + SLEEPERS) > 0:
         wake(control + DONE)
-    return fetch_add(control + NEXT, 1)
+    ticket: int = fetch_add(control + NEXT, 1)
+    return ticket
 
 
 @kernel

@@ -139,16 +139,16 @@ def end_block(step: int, control: int, rank: int, ticket: int, base: int, block:
 @kernel
 def end_block_chunks(step: int) -> int:
     """How many chunks :func:`end_block` counts."""
-    return (word(step, HIDDEN) + word(step, OUT_STEP) - 1) // word(step, OUT_STEP) + word(step, BATCH)
+    return int((word(step, HIDDEN) + word(step, OUT_STEP) - 1) // word(step, OUT_STEP) + word(step, BATCH))
 
 
 @kernel
 def is_padding(step: int, s: int) -> bool:
     """Whether row ``s`` belongs to nobody."""
-    return slot_at(word(step, SLOTS), s) == 0
+    return bool(slot_at(word(step, SLOTS), s) == 0)
 
 
 @kernel
 def state_of(step: int, block: int, which: int, s: int) -> int:
     """Address of the state (CONV_STATE or SSM_STATE) of row ``s``; the word after is a slot's bytes."""
-    return word(block, which) + slot_at(word(step, SLOTS), s) * word(block, which + 1)
+    return int(word(block, which) + slot_at(word(step, SLOTS), s) * word(block, which + 1))

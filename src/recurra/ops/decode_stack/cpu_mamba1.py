@@ -158,7 +158,8 @@ def _block_chunks(step: int, index: int) -> int:
     inner, narrow = word(block, INNER), word(block, RANK) + 2 * word(block, STATE)
     chunks = (2 * inner + word(step, IN_STEP) - 1) // word(step, IN_STEP) + (narrow + _X_ROWS - 1) // _X_ROWS
     chunks += (inner + _CHANNELS - 1) // _CHANNELS + end_block_chunks(step)
-    return chunks + (word(step, BATCH) if word(block, BCDT_NORMS) else 0)
+    chunks += word(step, BATCH) if word(block, BCDT_NORMS) else 0
+    return int(chunks)
 
 
 def mamba1_step(step: int, control: int, rank: int) -> None:

@@ -135,7 +135,7 @@ def _block_chunks(step: int, index: int) -> int:
     """How many chunks :func:`_block` counts."""
     block = word(step, BLOCK_TABLE) + 8 * BLOCK_WORDS * index
     chunks = (word(block + 8 * IN_PROJ, 3) + word(step, IN_STEP) - 1) // word(step, IN_STEP)
-    return chunks + word(step, BATCH) * (word(block, HEADS) + 1) + end_block_chunks(step)
+    return int(chunks + word(step, BATCH) * (word(block, HEADS) + 1) + end_block_chunks(step))
 
 
 def mamba2_step(step: int, control: int, rank: int) -> None:

@@ -56,6 +56,19 @@ def median_us(call: Callable[[], Any], replays: int = 25) -> float:
     return statistics.median(times[3:])
 
 
+def eager_us(call: Callable[[], Any]) -> float:
+    """Median time of one call between two events: for work far longer than a launch."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    times = []
+    for _ in range(13):
+        begin.record()
+        call()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(begin.elapsed_time(end) * 1e3)
+    return statistics.median(times[3:])
+
+
 def error(got: Tensor, exact: Tensor) -> float:
     return float((got.double() - exact.double()).norm() / exact.double().norm())
 
@@ -108,11 +121,11 @@ def update_rows() -> Iterator[dict[str, Any]]:
 
             wrong = error(call()[:few], exact)
             nbytes = S * (2 * H * P * N * state_dtype.itemsize + 2 * (3 * H * P + H + 2 * G * N))
-            yield dict(
-                work="selective_state_update", shape=f"S={S} H={H} P={P} N={N} G={G}",
-                dtype=f"bf16, state {str(state_dtype)[6:]}", us=median_us(call), bytes=nbytes,
-                ops=S * H * P * N * 5, error=wrong,
-            )  # fmt: skip
+            yield {
+                "work": "selective_state_update", "shape": f"S={S} H={H} P={P} N={N} G={G}",
+                "dtype": f"bf16, state {str(state_dtype)[6:]}", "us": median_us(call), "bytes": nbytes,
+                "ops": S * H * P * N * 5, "error": wrong,
+            }  # fmt: skip
     dim, size = 8192, 16
     A1, bias1 = -torch.rand(dim, size, device=GPU) - 0.02, torch.rand(dim, device=GPU) - 4
     D1 = torch.randn(dim, device=GPU)
@@ -140,10 +153,10 @@ def update_rows() -> Iterator[dict[str, Any]]:
 
         wrong = error(call1(), exact)
         nbytes = S * (2 * dim * size * 4 + 2 * (4 * dim + 2 * size)) + dim * size * 4
-        yield dict(
-            work="selective_state_update (Mamba-1)", shape=f"S={S} dim={dim} N={size}", dtype="bf16, state float32",
-            us=median_us(call1), bytes=nbytes, ops=S * dim * size * 6, error=wrong,
-        )  # fmt: skip
+        yield {
+            "work": "selective_state_update (Mamba-1)", "shape": f"S={S} dim={dim} N={size}", "dtype": "bf16, state float32",
+            "us": median_us(call1), "bytes": nbytes, "ops": S * dim * size * 6, "error": wrong,
+        }  # fmt: skip
 
 
 def scan_rows() -> Iterator[dict[str, Any]]:
@@ -168,12 +181,12 @@ def scan_rows() -> Iterator[dict[str, Any]]:
                 )
 
             wrong = error(call(), exact)
-            yield dict(
-                work="mamba_chunk_scan_varlen", shape=f"{S}x{lengths[0]} Q={size} H={H} P={P} N={N} G={G}",
-                dtype="bf16, state float32", us=median_us(call, 15),
-                bytes=T * 2 * (2 * H * P + H + 2 * G * N) + S * H * P * N * 4,
-                ops=T * H * (4 * P * N + 64 * (N * G // H + P)), error=wrong,
-            )  # fmt: skip
+            yield {
+                "work": "mamba_chunk_scan_varlen", "shape": f"{S}x{lengths[0]} Q={size} H={H} P={P} N={N} G={G}",
+                "dtype": "bf16, state float32", "us": median_us(call, 15),
+                "bytes": T * 2 * (2 * H * P + H + 2 * G * N) + S * H * P * N * 4,
+                "ops": T * H * (4 * P * N + 64 * (N * G // H + P)), "error": wrong,
+            }  # fmt: skip
     dim, size, T = 8192, 16, 2048
     A1, bias1 = -torch.rand(dim, size, device=GPU) - 0.02, torch.rand(dim, device=GPU) - 4
     for S in (1, 8):
@@ -203,11 +216,11 @@ def scan_rows() -> Iterator[dict[str, Any]]:
             )
 
         wrong = error(call1()[few], exact)
-        yield dict(
-            work="selective_scan_varlen", shape=f"{S}x{T} dim={dim} N={size}", dtype="bf16, state float32",
-            us=median_us(call1, 10), bytes=T * S * 2 * (4 * dim + 2 * size) + S * dim * size * 4,
-            ops=T * S * dim * size * 6, error=wrong,
-        )  # fmt: skip
+        yield {
+            "work": "selective_scan_varlen", "shape": f"{S}x{T} dim={dim} N={size}", "dtype": "bf16, state float32",
+            "us": median_us(call1, 10), "bytes": T * S * 2 * (4 * dim + 2 * size) + S * dim * size * 4,
+            "ops": T * S * dim * size * 6, "error": wrong,
+        }  # fmt: skip
 
 
 def other_rows() -> Iterator[dict[str, Any]]:
@@ -225,10 +238,10 @@ def other_rows() -> Iterator[dict[str, Any]]:
         return conv.causal_conv1d_varlen(x, weight, bias, window, cu, one, none, chunks, silu=True)
 
     wrong = error(prefill(), exact)
-    yield dict(
-        work="causal_conv1d_varlen", shape=f"{T} x {CHANNELS} W={W}", dtype="bf16", us=median_us(prefill),
-        bytes=2 * T * CHANNELS * 2, ops=2 * W * T * CHANNELS, error=wrong,
-    )  # fmt: skip
+    yield {
+        "work": "causal_conv1d_varlen", "shape": f"{T} x {CHANNELS} W={W}", "dtype": "bf16", "us": median_us(prefill),
+        "bytes": 2 * T * CHANNELS * 2, "ops": 2 * W * T * CHANNELS, "error": wrong,
+    }  # fmt: skip
     for S in (1, 32, 512):
         slots = torch.randperm(S, device=GPU).int() + 1
         pool, rows = randn(S + 1, CHANNELS, W - 1), randn(S, CHANNELS)
@@ -240,10 +253,10 @@ def other_rows() -> Iterator[dict[str, Any]]:
             return conv.causal_conv1d_update(rows, weight, bias, pool, slots, silu=True)
 
         wrong = error(update(), exact)
-        yield dict(
-            work="causal_conv1d_update", shape=f"S={S} x {CHANNELS} W={W}", dtype="bf16", us=median_us(update),
-            bytes=2 * S * CHANNELS * (2 * (W - 1) + 2), ops=2 * W * S * CHANNELS, error=wrong,
-        )  # fmt: skip
+        yield {
+            "work": "causal_conv1d_update", "shape": f"S={S} x {CHANNELS} W={W}", "dtype": "bf16", "us": median_us(update),
+            "bytes": 2 * S * CHANNELS * (2 * (W - 1) + 2), "ops": 2 * W * S * CHANNELS, "error": wrong,
+        }  # fmt: skip
     width = 8192
     for T in (1, 512, 8192):
         x, z, scale = randn(T, width), randn(T, width), randn(width)
@@ -253,10 +266,10 @@ def other_rows() -> Iterator[dict[str, Any]]:
             return norm.rms_norm_gated(x, z, scale, 1e-5, width // G)
 
         wrong = error(gated(), exact)
-        yield dict(
-            work="rms_norm_gated", shape=f"{T} x {width} group {width // G}", dtype="bf16", us=median_us(gated),
-            bytes=3 * T * width * 2, ops=10 * T * width, error=wrong,
-        )  # fmt: skip
+        yield {
+            "work": "rms_norm_gated", "shape": f"{T} x {width} group {width // G}", "dtype": "bf16", "us": median_us(gated),
+            "bytes": 3 * T * width * 2, "ops": 10 * T * width, "error": wrong,
+        }  # fmt: skip
 
 
 def main() -> None:
@@ -267,16 +280,16 @@ def main() -> None:
     parser.add_argument("--commit", required=True)
     options = parser.parse_args()
     torch.manual_seed(0)
-    source, target = torch.empty((2, 2**30), dtype=torch.float32, device=GPU).normal_()
-    copy = 2 * source.nbytes / median_us(lambda: target.copy_(source), 10) / 1e6
+    source, target = (torch.empty(2**30, dtype=torch.float32, device=GPU).normal_() for _ in range(2))
+    copy = 2 * source.nbytes / eager_us(lambda: target.copy_(source)) / 1e6
     del source, target
     left, right = randn(8192, 8192), randn(8192, 8192)
-    product = 2 * 8192**3 / median_us(lambda: left @ right, 10) / 1e6
+    product = 2 * 8192**3 / eager_us(lambda: left @ right) / 1e6
     print(f"copy {copy:.2f} TB/s, bf16 product {product:.0f} TFLOP/s")
     rows = []
     for row in (r for make in (update_rows, scan_rows, other_rows) for r in make()):
         bound = max(row["bytes"] / copy, row["ops"] / product if "chunk" in row["work"] else 0) / 1e6
-        row |= dict(impl="recurra triton", fraction_of_ceiling=bound / row["us"])
+        row |= {"impl": "recurra triton", "fraction_of_ceiling": bound / row["us"]}
         limit = 1e-2
         assert row["error"] < limit, f"wrong, not timed: {row}"
         rows.append(row)
@@ -285,14 +298,18 @@ def main() -> None:
         torch.cuda.empty_cache()
     options.out.write_text(
         json.dumps(
-            dict(
-                commit=options.commit,
-                date=time.strftime("%Y-%m-%d"),
-                machine=torch.cuda.get_device_name(),
-                versions=dict(torch=torch.__version__, triton=triton.__version__, cuda=torch.version.cuda),
-                ceilings=dict(copy_tb_s=copy, bf16_product_tflop_s=product),
-                rows=rows,
-            ),
+            {
+                "commit": options.commit,
+                "date": time.strftime("%Y-%m-%d"),
+                "machine": torch.cuda.get_device_name(),
+                "versions": {
+                    "torch": torch.__version__,
+                    "triton": triton.__version__,
+                    "cuda": torch.version.cuda,
+                },
+                "ceilings": {"copy_tb_s": copy, "bf16_product_tflop_s": product},
+                "rows": rows,
+            },
             indent=1,
         )
     )

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from recurra.ops.triton_math import silu, step_size
+from recurra.ops.triton_math import decay_of, silu, step_size
 from recurra.types import Chunks
 
 _CHANNELS = 32
@@ -27,7 +27,7 @@ def _advance(state, x, dt, bias, A, B, C, live, SOFTPLUS: tl.constexpr):
     """One token: the new state and the raw output. A token past the end leaves the state as it is."""
     step = step_size(dt, bias, 0.0, 0.0, SOFTPLUS, False)
     step = tl.where(live, step, 0.0)
-    state = tl.exp(step[:, None] * A) * state + (step * x)[:, None] * B[None, :]
+    state = decay_of(step[:, None] * A) * state + (step * x)[:, None] * B[None, :]
     return state, tl.sum(state * C[None, :], axis=1)
 
 

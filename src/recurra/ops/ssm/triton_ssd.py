@@ -28,6 +28,9 @@ from recurra.types import Chunks
 
 _NO_LIMIT = (0.0, float("inf"))
 
+#: Columns of the widest state whose 16-bit products have been held against float64 on a GPU.
+_WIDEST_16_BIT = 128
+
 
 @triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["chunk_start", "chunk_length"])
 def _steps_kernel(
@@ -270,8 +273,11 @@ def _outputs_kernel(
 class _Tiles:
     """Block sizes: tokens, head dim, state columns of the states and of the outputs kernel; exactness.
 
-    Sums over tokens or columns are tensor-core products in 16 bits. In float32 they are ordinary
-    multiplications (tf32 would cost three digits), for which smaller tiles compile and run better.
+    Sums over tokens or columns are tensor-core products in 16 bits, always in blocks of 64 (or 128
+    columns): narrower ones waste less on odd shapes, but Triton 3.6 compiled a head-dim block of 32 with
+    256 columns into wrong answers on an H200, so only blocks that were held against float64 are used.
+    In float32 they are ordinary multiplications (tf32 would cost three digits), for which smaller tiles
+    compile and run better.
     """
 
     tokens: int
@@ -282,19 +288,13 @@ class _Tiles:
 
     @classmethod
     def choose(cls, dtype: torch.dtype, chunk: int, head_dim: int, state_size: int) -> _Tiles:
-        exact = dtype == torch.float32
-        largest = 32 if exact else 64
+        if dtype != torch.float32:
+            return cls(64, 64, 64, 64 if state_size <= 64 else 128, False)
 
         def fit(size: int, most: int) -> int:
             return min(max(16, triton.next_power_of_2(size)), most)
 
-        return cls(
-            fit(chunk, largest),
-            fit(head_dim, largest),
-            fit(state_size, largest),
-            fit(state_size, 64 if exact else 128),
-            exact,
-        )
+        return cls(fit(chunk, 32), fit(head_dim, 32), fit(state_size, 32), fit(state_size, 64), True)
 
     @property
     def precision(self) -> str:
@@ -318,9 +318,14 @@ def mamba_chunk_scan_varlen(
     dt_softplus: bool = True,
     dt_limit: tuple[float, float] = _NO_LIMIT,
 ) -> Tensor:
-    """See :class:`recurra.ops.ssm.SSDVarlen`."""
+    """See :class:`recurra.ops.ssm.SSDVarlen`. States wider than 128 are computed in float32."""
     tokens, heads, dim = x.shape
     groups, state_size = B.shape[1:]
+    if state_size > _WIDEST_16_BIT and x.dtype != torch.float32:
+        return mamba_chunk_scan_varlen(
+            x.float(), dt, A, B.float(), C.float(), D, dt_bias, ssm_state, cu_seqlens, slots, has_state, chunks,
+            dt_softplus=dt_softplus, dt_limit=dt_limit,
+        ).to(x.dtype)  # fmt: skip
     for name, tensor in (("x", x), ("B", B), ("C", C)):
         assert tensor.dtype == x.dtype, f"{name} is {tensor.dtype}, x is {x.dtype}"
         assert tensor.stride(2) == 1, f"{name} strides {tensor.stride()}: unit last stride needed"

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from recurra.ops.triton_math import silu, step_size
+from recurra.ops.triton_math import decay_of, silu, step_size
 
 _NO_LIMIT = (0.0, float("inf"))
 _TILE = 2048  # state elements of a program
@@ -78,7 +78,7 @@ def _heads_kernel(
     bias = tl.load(dt_bias + h).to(tl.float32) if HAS_BIAS else 0.0
     raw = tl.load(dt + row * dt_row + h * dt_head).to(tl.float32)
     step = step_size(raw, bias, low, high, SOFTPLUS, LIMITED)
-    decay = tl.exp(step * tl.load(A + h))
+    decay = decay_of(step * tl.load(A + h))
     xv = tl.load(x + row * x_row + h * x_head + p, mask=p_ok, other=0.0).to(tl.float32)
     bv = tl.load(B + row * b_row + group * b_group + n, mask=n_ok, other=0.0).to(tl.float32)
     cv = tl.load(C + row * c_row + group * c_group + n, mask=n_ok, other=0.0).to(tl.float32)
@@ -143,7 +143,7 @@ def _channels_kernel(
     raw = tl.load(dt + row * dt_row + c, mask=c_ok, other=0.0).to(tl.float32)
     bias = tl.load(dt_bias + c, mask=c_ok, other=0.0).to(tl.float32) if HAS_BIAS else 0.0
     step = step_size(raw, bias, low, high, SOFTPLUS, LIMITED)
-    decay = tl.exp(step[:, None] * tl.load(A + c[:, None] * a_row + n[None, :], mask=ok, other=0.0))
+    decay = decay_of(step[:, None] * tl.load(A + c[:, None] * a_row + n[None, :], mask=ok, other=0.0))
     xv = tl.load(x + row * x_row + c, mask=c_ok, other=0.0).to(tl.float32)
     bv = tl.load(B + row * b_row + n, mask=n_ok, other=0.0).to(tl.float32)
     cv = tl.load(C + row * c_row + n, mask=n_ok, other=0.0).to(tl.float32)

@@ -69,6 +69,12 @@ def eager_us(call: Callable[[], Any]) -> float:
     return statistics.median(times[3:])
 
 
+def copy_rate() -> float:
+    """TB/s of a copy of 4 GB, bytes read plus bytes written."""
+    source, target = (torch.empty(2**30, dtype=torch.float32, device=GPU).normal_() for _ in range(2))
+    return 2 * source.nbytes / eager_us(lambda: target.copy_(source)) / 1e6
+
+
 def error(got: Tensor, exact: Tensor) -> float:
     return float((got.double() - exact.double()).norm() / exact.double().norm())
 
@@ -280,9 +286,7 @@ def main() -> None:
     parser.add_argument("--commit", required=True)
     options = parser.parse_args()
     torch.manual_seed(0)
-    source, target = (torch.empty(2**30, dtype=torch.float32, device=GPU).normal_() for _ in range(2))
-    copy = 2 * source.nbytes / eager_us(lambda: target.copy_(source)) / 1e6
-    del source, target
+    copy = copy_rate()
     left, right = randn(8192, 8192), randn(8192, 8192)
     product = 2 * 8192**3 / eager_us(lambda: left @ right) / 1e6
     print(f"copy {copy:.2f} TB/s, bf16 product {product:.0f} TFLOP/s")

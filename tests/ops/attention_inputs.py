@@ -228,3 +228,26 @@ def run_step(
         y = case.padded(padding).update(op, states, (pad_slots(slots, padding),))
     check_bystanders(pool, before, slots)
     return y[:rows], states[slots.long()].clone()
+
+
+def lightning_matrix_form(
+    case: LightningCase, lengths: Sequence[int], has_state: Sequence[bool]
+) -> tuple[Tensor, Tensor]:
+    """``o = scale * (L o q k^T) v`` plus the carried state's share: products in q's dtype, the rest wide."""
+    wide = torch.float64 if case.q.dtype == torch.float64 else torch.float32
+    outputs, finals, begin = [], [], 0
+    for s, length in enumerate(lengths):
+        q, k, v = (t[begin : begin + length] for t in (case.q, case.k, case.v))
+        begin += length
+        state = case.state[s].to(wide) if has_state[s] else torch.zeros_like(case.state[s], dtype=wide)
+        rate = case.log_decay.to(wide)[:, None]
+        at = torch.arange(1, length + 1, dtype=wide, device=q.device)
+        between = torch.exp(rate[:, :, None] * (at[:, None] - at[None]).clamp(min=0)).tril()
+        weights = (torch.einsum("thk,jhk->htj", q, k).to(wide) * between).to(q.dtype)
+        y = torch.einsum("htj,jhv->thv", weights, v).to(wide)
+        carried = torch.einsum("thk,hkv->thv", q, state.to(q.dtype)).to(wide)
+        outputs.append((case.scale * (y + torch.exp(rate * at).T[:, :, None] * carried)).to(v.dtype))
+        left = torch.exp(rate * (length - at)).T[:, :, None]
+        added = torch.einsum("thk,thv->hkv", (left * k.to(wide)).to(k.dtype), v).to(wide)
+        finals.append(torch.exp(rate * length)[:, :, None] * state + added)
+    return torch.cat(outputs), torch.stack(finals).to(case.state.dtype)

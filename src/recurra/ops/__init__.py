@@ -13,6 +13,7 @@ from recurra.errors import ConfigError
 from recurra.ops.conv1d import CausalConv1dUpdate, CausalConv1dVarlen
 from recurra.ops.decode_stack import BuildDecodeStack
 from recurra.ops.linear import Linear
+from recurra.ops.linear_attention import LightningAttentionUpdate, LightningAttentionVarlen
 from recurra.ops.norm import RMSNorm, RMSNormGated
 from recurra.ops.registry import BACKENDS, OPERATORS, Choice, choose, refusal
 from recurra.ops.short_conv import ShortConvUpdate, ShortConvVarlen
@@ -33,6 +34,8 @@ class Ops:
     selective_scan_varlen: SelectiveScanVarlen
     mamba_chunk_scan_varlen: SSDVarlen
     selective_state_update: SelectiveStateUpdate
+    lightning_attention_varlen: LightningAttentionVarlen
+    lightning_attention_update: LightningAttentionUpdate
     short_conv_varlen: ShortConvVarlen
     short_conv_update: ShortConvUpdate
     build_decode_stack: BuildDecodeStack | None

@@ -33,6 +33,8 @@ OPERATORS = (
     Operator("selective_scan_varlen", "ssm", prefill=True),
     Operator("mamba_chunk_scan_varlen", "ssm", prefill=True),
     Operator("selective_state_update", "ssm"),
+    Operator("lightning_attention_varlen", "linear_attention", prefill=True),
+    Operator("lightning_attention_update", "linear_attention"),
     Operator("short_conv_varlen", "short_conv", prefill=True),
     Operator("short_conv_update", "short_conv"),
     Operator("build_decode_stack", "decode_stack", optional=True),

@@ -1,0 +1,8 @@
+"""Lightning attention's CPU backend."""
+
+from __future__ import annotations
+
+from recurra.ops.linear_attention.cpu_chunk import lightning_attention_varlen
+from recurra.ops.linear_attention.cpu_update import lightning_attention_update
+
+__all__ = ["lightning_attention_update", "lightning_attention_varlen"]

@@ -251,3 +251,48 @@ def lightning_matrix_form(
         added = torch.einsum("thk,thv->hkv", (left * k.to(wide)).to(k.dtype), v).to(wide)
         finals.append(torch.exp(rate * length)[:, :, None] * state + added)
     return torch.cat(outputs), torch.stack(finals).to(case.state.dtype)
+
+
+def _unit(x: Tensor) -> Tensor:
+    return x / torch.sqrt((x * x).sum(-1, keepdim=True) + 1e-6)
+
+
+def delta_matrix_form(
+    case: DeltaCase, lengths: Sequence[int], has_state: Sequence[bool]
+) -> tuple[Tensor, Tensor]:
+    """A whole sequence as one triangular system: products in q's dtype, decays and solution wide.
+
+    The corrections U solve (I + M) U = beta (V - (exp(G) K) S); then O = scale ((exp(G) Q) S + A U).
+    """
+    wide = torch.float64 if case.q.dtype == torch.float64 else torch.float32
+    act = case.q.dtype
+    outputs, finals, begin = [], [], 0
+    groups = case.v.shape[1] // case.q.shape[1]
+    for s, length in enumerate(lengths):
+        rows = slice(begin, begin + length)
+        begin += length
+        q, k = (t[rows].to(wide).repeat_interleave(groups, 1) for t in (case.q, case.k))
+        if case.norm:
+            q, k = _unit(q).to(act).to(wide), _unit(k).to(act).to(wide)
+        v, beta = case.v[rows].to(wide), case.beta[rows].to(wide).T[..., None]
+        state = case.state[s].to(wide) if has_state[s] else torch.zeros_like(case.state[s], dtype=wide)
+        g = case.g[rows].to(torch.float64)
+        sums = (g if g.dim() == 3 else g[..., None]).cumsum(0).transpose(0, 1)  # (H, t, K or 1)
+        q, k, v = (t.transpose(0, 1) for t in (q, k, v))
+        between = torch.exp((sums[:, :, None] - sums[:, None]).clamp(max=0)).to(wide)  # (H, t, j, K or 1)
+        enter = torch.exp(sums).to(wide)
+        low = [t.to(act) for t in (q * enter, k * enter, state)]
+        M = (
+            beta * torch.einsum("htk,htjk,hjk->htj", k, between.expand(*between.shape[:3], k.shape[2]), k)
+        ).tril(-1)
+        A = torch.einsum("htk,htjk,hjk->htj", q, between.expand(*between.shape[:3], k.shape[2]), k).tril()
+        wanted = beta * (v - (low[1] @ low[2]).to(wide))
+        U = torch.linalg.solve_triangular(M, wanted, upper=False, unitriangular=True)
+        y = case.options["scale"] * ((low[0] @ low[2]).to(wide) + (A.to(act) @ U.to(act)).to(wide))
+        outputs.append(y.transpose(0, 1).to(case.v.dtype))
+        if length:
+            last = sums[:, -1:]
+            left = (k * torch.exp(last - sums).to(wide)).to(act)
+            state = torch.exp(last).to(wide).mT * state + (left.mT @ U.to(act)).to(wide)
+        finals.append(state)
+    return torch.cat(outputs), torch.stack(finals).to(case.state.dtype)

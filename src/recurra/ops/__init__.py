@@ -12,6 +12,7 @@ from recurra.device import Device
 from recurra.errors import ConfigError
 from recurra.ops.conv1d import CausalConv1dUpdate, CausalConv1dVarlen
 from recurra.ops.decode_stack import BuildDecodeStack
+from recurra.ops.delta import GatedDeltaRuleUpdate, GatedDeltaRuleVarlen
 from recurra.ops.linear import Linear
 from recurra.ops.linear_attention import LightningAttentionUpdate, LightningAttentionVarlen
 from recurra.ops.norm import RMSNorm, RMSNormGated
@@ -36,6 +37,8 @@ class Ops:
     selective_state_update: SelectiveStateUpdate
     lightning_attention_varlen: LightningAttentionVarlen
     lightning_attention_update: LightningAttentionUpdate
+    gated_delta_rule_varlen: GatedDeltaRuleVarlen
+    gated_delta_rule_update: GatedDeltaRuleUpdate
     short_conv_varlen: ShortConvVarlen
     short_conv_update: ShortConvUpdate
     build_decode_stack: BuildDecodeStack | None

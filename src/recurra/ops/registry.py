@@ -35,6 +35,8 @@ OPERATORS = (
     Operator("selective_state_update", "ssm"),
     Operator("lightning_attention_varlen", "linear_attention", prefill=True),
     Operator("lightning_attention_update", "linear_attention"),
+    Operator("gated_delta_rule_varlen", "delta", prefill=True),
+    Operator("gated_delta_rule_update", "delta"),
     Operator("short_conv_varlen", "short_conv", prefill=True),
     Operator("short_conv_update", "short_conv"),
     Operator("build_decode_stack", "decode_stack", optional=True),

@@ -1,0 +1,77 @@
+"""The definition of the gated delta rule: a loop over tokens. Float32, or float64 if given it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from recurra.ops.conv1d.reference import wide
+from recurra.ops.delta import NORM_EPS, check_shapes
+from recurra.types import Chunks
+
+
+def gated_delta_rule_update(
+    state: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    slots: Tensor,
+    *,
+    scale: float,
+    qk_l2norm: bool,
+) -> Tensor:
+    """See :class:`recurra.ops.delta.GatedDeltaRuleUpdate`."""
+    check_shapes(q, k, v, g, beta, state)
+    dtype = wide(q, state)
+    index = slots.long()
+    heads_a_key = v.shape[1] // q.shape[1]
+    query, key = (t.to(dtype).repeat_interleave(heads_a_key, 1) for t in (q, k))
+    if qk_l2norm:
+        query, key = (t / torch.sqrt((t * t).sum(-1, keepdim=True) + NORM_EPS) for t in (query, key))
+    decay = torch.exp(g.to(dtype))
+    decay = decay[..., None, None] if g.dim() == 2 else decay[..., None]
+    decayed = decay * state[index].to(dtype)
+    held = (key[..., None] * decayed).sum(2)
+    correction = beta.to(dtype)[..., None] * (v.to(dtype) - held)
+    new = decayed + key[..., None] * correction[:, :, None, :]
+    state[index] = new.to(state.dtype)
+    return (scale * (query[..., None] * new).sum(2)).to(v.dtype)
+
+
+def gated_delta_rule_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    state: Tensor,
+    cu_seqlens: Tensor,
+    slots: Tensor,
+    has_state: Tensor,
+    chunks: Chunks,
+    *,
+    scale: float,
+    qk_l2norm: bool,
+) -> Tensor:
+    """See :class:`recurra.ops.delta.GatedDeltaRuleVarlen`."""
+    del chunks
+    check_shapes(q, k, v, g, beta, state)
+    out = torch.empty_like(v, memory_format=torch.contiguous_format)
+    bounds = cu_seqlens.tolist()
+    zero = slots.new_zeros(1)
+    for s, slot in enumerate(slots.tolist()):
+        if bounds[s] == bounds[s + 1]:
+            continue
+        # The carried state stays wide between tokens; it is rounded once, at the sequence's end.
+        carried = state[slot : slot + 1].to(wide(q, state)).clone()
+        if not has_state[s]:
+            carried = torch.zeros_like(carried)
+        for t in range(bounds[s], bounds[s + 1]):
+            row = slice(t, t + 1)
+            out[row] = gated_delta_rule_update(
+                carried, q[row], k[row], v[row], g[row], beta[row], zero, scale=scale, qk_l2norm=qk_l2norm
+            )
+        state[slot] = carried[0].to(state.dtype)
+    return out

@@ -7,6 +7,7 @@ import torch
 
 from recurra.errors import ConfigError
 from recurra.ops.linear.cpu import linear
+from recurra.ops.linear.cpu_many import MANY_ROWS
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -27,7 +28,7 @@ def test_as_exact_as_pytorch(shape: tuple[int, int], dtype: torch.dtype) -> None
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_row_alone_and_threads_change_no_bit(dtype: torch.dtype) -> None:
-    weight, x = torch.randn(203, 77).to(dtype), torch.randn(300, 77)
+    weight, x = torch.randn(203, 77).to(dtype), torch.randn(MANY_ROWS - 1, 77)
     before = torch.get_num_threads()
     try:
         results = []
@@ -40,6 +41,16 @@ def test_a_row_alone_and_threads_change_no_bit(dtype: torch.dtype) -> None:
     assert torch.equal(results[0], results[2])
     for rows in (1, 2, 5, 33):
         assert torch.equal(linear(x[7 : 7 + rows], weight), results[0][7 : 7 + rows])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("rows", [MANY_ROWS, MANY_ROWS + 7])
+def test_many_rows_are_as_exact(dtype: torch.dtype, rows: int) -> None:
+    """More than a piece of widened weights, a last piece that is short, and a bias."""
+    weight, x, bias = torch.randn(1031, 77).to(dtype), torch.randn(rows, 77), torch.randn(1031)
+    exact = x.double() @ weight.double().T + bias.double()
+    plain = torch.nn.functional.linear(x, weight.float(), bias)
+    assert (linear(x, weight, bias) - exact).norm() <= 2 * (plain - exact).norm()
 
 
 def test_nan_stays_in_its_row() -> None:

@@ -21,7 +21,7 @@ from recurra.types import ForwardBatch
 
 #: Tokens of a kernel chunk on the CPU and elsewhere. The answer doesn't depend on it, only the time: each is
 #: what those kernels like best (checkpoints' ``chunk_size`` is about training).
-CPU_CHUNK, GPU_CHUNK = 64, 128
+CPU_CHUNK, GPU_CHUNK = 64, 64
 
 #: What surrounds the mixers in a checkpoint.
 OUTER_ENTRIES = (

@@ -14,6 +14,7 @@ from recurra.ops.cpu.matmul import call_product, product_address
 from recurra.ops.cpu.threads import claim, finish, thread_pool, wait_done
 from recurra.ops.cpu.tiles import load_some, store_some
 from recurra.ops.cpu.vectors import BF16, F16, F32, LANES, add, word
+from recurra.ops.linear.cpu_many import MANY_ROWS, many_rows
 
 KINDS = {torch.float32: F32, torch.bfloat16: BF16, torch.float16: F16}
 _PANEL_BYTES = 1 << 19  # batch rows taken at once: a part of a core's second-level cache
@@ -83,6 +84,8 @@ def chunk_rows(columns: int, batch: int) -> int:
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """See :class:`recurra.ops.linear.Linear`. A row's result doesn't depend on the other rows.
 
+    Many rows go to :mod:`recurra.ops.linear.cpu_many`.
+
     Raises:
         ConfigError: a dtype that isn't float32, bfloat16 or float16.
     """
@@ -92,6 +95,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         weight = weight.contiguous()
     offset = None if bias is None else as_float32(bias, "bias").contiguous()
     batch, columns = wide.shape
+    if batch >= MANY_ROWS:
+        return many_rows(wide, weight, offset).to(x.dtype)
     out = torch.empty(batch, weight.shape[0], dtype=torch.float32)
     pool = thread_pool(torch.get_num_threads())
     scratch = np.empty((pool.num_threads, 8 * columns), dtype=np.float32)

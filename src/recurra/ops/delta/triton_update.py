@@ -1,0 +1,116 @@
+"""One step of the gated delta rule on GPUs: a program holds all K rows of some columns of a head's state."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from recurra.ops.delta import NORM_EPS, check_shapes
+
+_TILE = 4096  # state elements of a program
+
+
+@triton.jit(do_not_specialize_on_alignment=["slots"])
+def _update_kernel(
+    state,
+    q,
+    k,
+    v,
+    g,
+    beta,
+    slots,
+    out,
+    scale,
+    eps,
+    state_slot,
+    q_row,
+    q_head,
+    k_row,
+    k_head,
+    v_row,
+    v_head,
+    g_row,
+    g_head,
+    g_channel,
+    beta_row,
+    beta_head,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    HEADS_A_KEY: tl.constexpr,
+    BY_CHANNEL: tl.constexpr,
+    NORM: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+):
+    blocks: tl.constexpr = (V + BV - 1) // BV
+    pid = tl.program_id(0)
+    vi = (pid % blocks) * BV + tl.arange(0, BV)
+    h = (pid // blocks) % H
+    row = (pid // (blocks * H)).to(tl.int64)
+    ki = tl.arange(0, BK)
+    k_ok, v_ok = ki < K, vi < V
+    slot = tl.load(slots + row).to(tl.int64)
+    y_at = out + (row * H + h) * V + vi
+    if slot == 0:
+        tl.store(y_at, tl.zeros((BV,), out.dtype.element_ty), mask=v_ok)
+        return
+    ok = k_ok[:, None] & v_ok[None, :]
+    tile = state + slot * state_slot + h * (K * V) + ki[:, None] * V + vi[None, :]
+    carried = tl.load(tile, mask=ok, other=0.0).to(tl.float32)
+    key_head = h // HEADS_A_KEY
+    query = tl.load(q + row * q_row + key_head * q_head + ki, mask=k_ok, other=0.0).to(tl.float32)
+    key = tl.load(k + row * k_row + key_head * k_head + ki, mask=k_ok, other=0.0).to(tl.float32)
+    if NORM:
+        query = query / tl.sqrt(tl.sum(query * query, axis=0) + eps)
+        key = key / tl.sqrt(tl.sum(key * key, axis=0) + eps)
+    value = tl.load(v + row * v_row + h * v_head + vi, mask=v_ok, other=0.0).to(tl.float32)
+    strength = tl.load(beta + row * beta_row + h * beta_head).to(tl.float32)
+    gate = g + row * g_row + h * g_head
+    if BY_CHANNEL:
+        log = tl.load(gate + ki * g_channel, mask=k_ok, other=0.0).to(tl.float32)
+        carried *= tl.exp(log)[:, None]
+    else:
+        carried *= tl.exp(tl.load(gate).to(tl.float32))
+    correction = strength * (value - tl.sum(carried * key[:, None], axis=0))
+    carried += key[:, None] * correction[None, :]
+    tl.store(tile, carried.to(state.dtype.element_ty), mask=ok)
+    y = tl.sum(carried * query[:, None], axis=0) * scale
+    tl.store(y_at, y.to(out.dtype.element_ty), mask=v_ok)
+
+
+def gated_delta_rule_update(
+    state: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    slots: Tensor,
+    *,
+    scale: float,
+    qk_l2norm: bool,
+) -> Tensor:
+    """See :class:`recurra.ops.delta.GatedDeltaRuleUpdate`. The output of padding rows is zero."""
+    check_shapes(q, k, v, g, beta, state)
+    rows, key_heads, key = q.shape
+    heads, value = v.shape[1:]
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        assert tensor.stride(2) == 1, f"{name} strides {tensor.stride()}: unit last stride needed"
+    assert state.stride()[1:] == (key * value, value, 1), state.stride()
+    out = torch.empty((rows, heads, value), dtype=v.dtype, device=v.device)
+    if rows == 0:
+        return out
+    block_k = triton.next_power_of_2(key)
+    block_v = min(triton.next_power_of_2(value), max(8, _TILE // block_k))
+    with torch.cuda.device_of(v):
+        _update_kernel[(rows * heads * triton.cdiv(value, block_v),)](
+            state, q, k, v, g, beta, slots, out, float(scale), NORM_EPS, state.stride(0),
+            q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
+            g.stride(0), g.stride(1), g.stride(2) if g.dim() == 3 else 0, beta.stride(0), beta.stride(1),
+            H=heads, K=key, V=value, HEADS_A_KEY=heads // key_heads, BY_CHANNEL=g.dim() == 3, NORM=qk_l2norm,
+            BK=block_k, BV=block_v, num_warps=4,
+        )  # fmt: skip
+    return out

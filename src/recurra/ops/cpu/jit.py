@@ -10,7 +10,10 @@ from typing import Any, TypeVar
 import numba
 from llvmlite import ir
 from numba import types
+from numba.core.ccallback import CFunc
 from numba.extending import intrinsic
+
+from recurra.ops.cpu.disk_cache import kernel_cache
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -27,8 +30,10 @@ JOB = types.void(types.int64, types.int64, types.int64)
 
 def kernel(function: F) -> F:
     """Compile a top-level function at its first call; later processes load it from the disk cache."""
-    compiled: F = numba.njit(cache=True, nogil=True, error_model="numpy", boundscheck=False)(function)
-    return compiled
+    compiled: Any = numba.njit(nogil=True, error_model="numpy", boundscheck=False)(function)
+    compiled._cache = kernel_cache(function)
+    found: F = compiled
+    return found
 
 
 @cache
@@ -38,7 +43,9 @@ def address(function: Callable[..., None], signature: Any = JOB) -> int:
     Kernels reach each other through addresses where inlining would only repeat their code in every
     caller's compilation.
     """
-    compiled = numba.cfunc(signature, nopython=True, cache=True)(function)
+    compiled: Any = CFunc(function, (signature.args, signature.return_type), locals={}, options={"nopython": True})
+    compiled._cache = kernel_cache(function)
+    compiled.compile()
     _alive.append(compiled)
     return int(compiled.address)
 

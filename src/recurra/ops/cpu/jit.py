@@ -43,7 +43,9 @@ def address(function: Callable[..., None], signature: Any = JOB) -> int:
     Kernels reach each other through addresses where inlining would only repeat their code in every
     caller's compilation.
     """
-    compiled: Any = CFunc(function, (signature.args, signature.return_type), locals={}, options={"nopython": True})
+    compiled: Any = CFunc(
+        function, (signature.args, signature.return_type), locals={}, options={"nopython": True}
+    )
     compiled._cache = kernel_cache(function)
     compiled.compile()
     _alive.append(compiled)

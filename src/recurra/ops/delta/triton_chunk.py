@@ -97,14 +97,17 @@ class _Tiles:
     """Tokens of a piece, key block (all of K), columns of the solve and of the scan; how products round.
 
     In float32 products are ordinary multiplications (tf32 would cost three digits), for which smaller tiles
-    compile and run better.
+    compile and run better. The triangular system is solved in more digits than the activations have: tf32
+    has three more than bfloat16, but no more than float16.
     """
 
     tokens: int
     key: int
     solve: int
     scan: int
+    stages: int
     precision: str
+    solve_precision: str
 
     @classmethod
     def choose(cls, dtype: torch.dtype, chunk: int, key: int, value: int) -> _Tiles:
@@ -118,7 +121,9 @@ class _Tiles:
             max(BLOCK, triton.next_power_of_2(key)),
             fit(max(key, value), 32 if exact else 64),
             fit(value, 16 if exact else 32),
+            1 if exact or key > 128 else 2,  # or shared memory runs out
             "ieee" if exact else "tf32",
+            {torch.float32: "ieee", torch.float16: "tf32x3"}.get(dtype, "tf32"),
         )
 
 
@@ -182,13 +187,13 @@ def gated_delta_rule_varlen(
         solve_kernel[(pieces * columns,)](
             v, beta, system, solved_k, solved_v, chunks.start, chunks.length, v.stride(0), v.stride(1),
             beta.stride(0), beta.stride(1),
-            H=heads, K=key, V=value, PRECISION=tiles.precision, PARTS=parts, BT=tiles.tokens, BR=BLOCK,
+            H=heads, K=key, V=value, PRECISION=tiles.solve_precision, PARTS=parts, BT=tiles.tokens, BR=BLOCK,
             BC=tiles.solve, num_warps=4, num_stages=1,
         )  # fmt: skip
         _scan_kernel[(slots.shape[0] * heads * triton.cdiv(value, tiles.scan),)](
             entering_q, solved_k, leaving_k, solved_v, weights, totals, state, out, cu_seqlens, slots,
             has_state, chunks.cu_chunks, state.stride(0),
             H=heads, K=key, V=value, Q=chunks.size, PRECISION=tiles.precision, BT=tiles.tokens, BK=tiles.key,
-            BV=tiles.scan, num_warps=4, num_stages=1 if v.dtype == torch.float32 else 2,
+            BV=tiles.scan, num_warps=4, num_stages=tiles.stages,
         )  # fmt: skip
     return out

@@ -1,12 +1,14 @@
-"""The gated short convolution on the CPU: PyTorch multiplies, the convolution's kernel does the rest."""
+"""The gated short convolution's CPU backend. In prefill PyTorch multiplies and the convolution does the rest."""
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from recurra.ops.conv1d import cpu
+from recurra.ops.short_conv.cpu_update import short_conv_update
 from recurra.types import Chunks
+
+__all__ = ["short_conv_update", "short_conv_varlen"]
 
 
 def short_conv_varlen(
@@ -30,17 +32,3 @@ def short_conv_varlen(
         B * x, weight, bias, conv_state, cu_seqlens, slots, has_state, chunks, silu=False
     )
     return y.mul_(C)
-
-
-def short_conv_update(
-    x: Tensor, B: Tensor, C: Tensor, weight: Tensor, bias: Tensor | None, conv_state: Tensor, slots: Tensor
-) -> Tensor:
-    """See :class:`recurra.ops.short_conv.ShortConvUpdate`. Padding rows give zeros.
-
-    Raises:
-        ConfigError: inputs or windows in a dtype that isn't float32, bfloat16 or float16.
-    """
-    y = cpu.causal_conv1d_update(B * x, weight, bias, conv_state, slots, silu=False)
-    y.mul_(C)
-    # A padding row's gate may be NaN.
-    return torch.where((slots != 0)[:, None], y, torch.zeros((), dtype=y.dtype))

@@ -169,6 +169,14 @@ class CompletionOutput:
     stop_reason: str | int | None = None  # the stop string or token that ended it
     error: str | None = None  # why, when finish_reason is "error"
 
+    def tokens_after(self, count: int) -> list[int]:
+        """``token_ids[count:]``, at the cost of what it returns even while the answer grows."""
+        return self.token_ids[count:]
+
+    def logprobs_after(self, count: int) -> list[PositionLogprobs] | None:
+        """``logprobs[count:]``, likewise."""
+        return None if self.logprobs is None else self.logprobs[count:]
+
 
 @dataclass(slots=True)
 class RequestMetrics:

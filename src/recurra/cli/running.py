@@ -139,10 +139,12 @@ class TextStream:
         """What ``answer`` has beyond what was asked for before."""
         shown = self._shown.setdefault(answer.index, _Shown())
         if self.ids_only:
-            news = "".join(f"{token} " for token in answer.token_ids[shown.tokens :])
+            tokens = answer.tokens_after(shown.tokens)
+            news = "".join(f"{token} " for token in tokens)
+            shown.tokens += len(tokens)
         else:
             news = answer.text[shown.text :]
-        shown.text, shown.tokens = len(answer.text), len(answer.token_ids)
+            shown.text = len(answer.text)
         return news
 
 

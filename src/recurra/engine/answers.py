@@ -2,11 +2,47 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from recurra.engine.detokenizer import Detokenizer
 from recurra.engine.stops import find_stop, held_back
 from recurra.engine.tokenizer import Tokenizer
 from recurra.sampling_params import SamplingParams
 from recurra.types import CompletionOutput, FinishReason, PositionLogprobs, Request
+
+
+class GrowingOutput(CompletionOutput):
+    """An answer under way: its lists are cut from the answer's own only if somebody looks at them.
+
+    Copies for every step would cost the square of the answer's length.
+    """
+
+    __slots__ = ("_all_logprobs", "_all_tokens", "_count")
+
+    def __init__(self, answer: Answer, text: str) -> None:
+        self.index, self.text = answer.index, text
+        self.cumulative_logprob = None if answer.logprobs is None else answer.cumulative_logprob
+        self.finish_reason = self.stop_reason = self.error = None
+        self._all_tokens, self._all_logprobs = answer.token_ids, answer.logprobs
+        self._count = len(answer.token_ids)
+
+    @property
+    def token_ids(self) -> list[int]:  # type: ignore[override]
+        return self._all_tokens[: self._count]
+
+    @property
+    def logprobs(self) -> list[PositionLogprobs] | None:  # type: ignore[override]
+        return None if self._all_logprobs is None else self._all_logprobs[: self._count]
+
+    def tokens_after(self, count: int) -> list[int]:
+        return self._all_tokens[count : self._count]
+
+    def logprobs_after(self, count: int) -> list[PositionLogprobs] | None:
+        return None if self._all_logprobs is None else self._all_logprobs[count : self._count]
+
+    def __reduce__(self) -> tuple[type[CompletionOutput], tuple[object, ...]]:
+        """Copies and pickles are plain outputs."""
+        return CompletionOutput, tuple(getattr(self, field.name) for field in dataclasses.fields(self))
 
 
 class Answer:
@@ -83,12 +119,14 @@ class Answer:
         """The answer so far; characters that may turn into a stop string are held back."""
         hold = self.stops and not self.finished and not self.params.include_stop_str_in_output
         text = self.text[: len(self.text) - held_back(self.text, self.stops)] if hold else self.text
+        if not self.finished:
+            return GrowingOutput(self, text)
         return CompletionOutput(
             index=self.index,
             text=text,
-            token_ids=self.token_ids.copy(),
+            token_ids=self.token_ids,
             cumulative_logprob=None if self.logprobs is None else self.cumulative_logprob,
-            logprobs=None if self.logprobs is None else self.logprobs.copy(),
+            logprobs=self.logprobs,
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
             error=self.error,

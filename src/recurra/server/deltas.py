@@ -63,15 +63,15 @@ def _answer_delta(answer: CompletionOutput, sent: _Answer) -> AnswerDelta | None
     if sent.finished:
         return None
     text = answer.text[sent.characters :]
-    token_ids = list(answer.token_ids[sent.tokens :])
+    token_ids = answer.tokens_after(sent.tokens)
     if not text and not token_ids and answer.finish_reason is None:
         return None
-    logprobs = answer.logprobs
+    logprobs = answer.logprobs_after(sent.tokens)
     delta = AnswerDelta(
         answer.index,
         text,
         token_ids,
-        None if logprobs is None else [candidates(entry) for entry in logprobs[sent.tokens :]],
+        None if logprobs is None else [candidates(entry) for entry in logprobs],
         answer.finish_reason,
         answer.stop_reason,
         answer.error,

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
+import pickle
 import random
+import tracemalloc
 from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from fakes import FakeModel, fake_engine, poison_slots, run, run_dry
 
+from recurra.engine.loading import end_ids
 from recurra.errors import QueueFullError, RequestError
 from recurra.sampling_params import SamplingParams
+from recurra.types import CompletionOutput
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=9)
 PROMPTS = {
@@ -268,6 +276,50 @@ def test_outputs_are_cumulative_and_not_rewritten_later() -> None:
     assert [len(o.token_ids) for o in seen] == [1, 2, 3, 4, 5]
     assert [len(o.logprobs or []) for o in seen] == [1, 2, 3, 4, 5]
     assert [o.finish_reason for o in seen] == [None] * 4 + ["length"]
+    for number, output in enumerate(seen, 1):
+        assert (
+            output.tokens_after(number - 1)
+            == output.token_ids[number - 1 :]
+            == seen[-1].token_ids[number - 1 : number]
+        )
+        assert output.logprobs_after(number - 1) == (output.logprobs or [])[number - 1 :]
+        whole = CompletionOutput(**dataclasses.asdict(output))
+        assert whole.token_ids == output.token_ids
+        assert pickle.loads(pickle.dumps(output)) == copy.deepcopy(output)
+        assert repr(pickle.loads(pickle.dumps(output))) == repr(output).replace(
+            "GrowingOutput", "CompletionOutput"
+        )
+
+
+def test_outputs_of_a_long_answer_share_its_tokens() -> None:
+    """An output a step that copied its answer would make long answers cost the square of their length."""
+    engine = fake_engine()
+    engine.add_request("a", [1, 2], SamplingParams(temperature=0.0, max_tokens=3000, logprobs=0))
+    kept, most = [], 0
+    tracemalloc.start()
+    while engine.has_unfinished_requests():
+        kept += engine.step()
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert len(kept) == 3000
+    assert most < 20e6, "3000 copies of lists of up to 3000 pointers are 72 MB"
+
+
+def test_config_json_names_end_tokens_only_where_nothing_better_does() -> None:
+    """Its ids are often a class's default: taking them too would end answers early."""
+    model = SimpleNamespace(vocab_size=50)
+    config = SimpleNamespace(eos_token_ids=(0, 99))
+    for named, expected in [({3}, {3}), (set(), {0}), (None, {0})]:
+        tokenizer = None if named is None else SimpleNamespace(eos_token_ids=frozenset(named))
+        parts: Any = SimpleNamespace(model=model, model_config=config, tokenizer=tokenizer)
+        assert end_ids(parts) == expected
+
+
+def test_an_end_token_that_the_model_lacks_ends_nothing() -> None:
+    model = FakeModel()
+    patient = SamplingParams(temperature=0.0, max_tokens=9, min_tokens=3)
+    done = run(fake_engine(model, eos=(50256,)), {"x": [5]}, patient)["x"].outputs[0]
+    assert (done.token_ids, done.finish_reason) == (model.greedy([5], 9), "length")
 
 
 def test_end_tokens_and_stop_tokens() -> None:

@@ -150,7 +150,9 @@ def test_state_format_that_the_checkpoint_insists_on(tmp_path: Path) -> None:
 
 def test_end_tokens_of_generation_config(tmp_path: Path) -> None:
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [5, 2]}')
-    assert read(tmp_path, MAMBA2 | {"eos_token_id": 2}).eos_token_ids == (2, 5)
+    assert read(tmp_path, MAMBA2 | {"eos_token_id": 7}).eos_token_ids == (5, 2)
+    (tmp_path / "generation_config.json").write_text('{"temperature": 0.7}')
+    assert read(tmp_path, MAMBA2 | {"eos_token_id": 7}).eos_token_ids == (7,)
 
 
 @pytest.mark.parametrize(

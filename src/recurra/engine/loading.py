@@ -112,9 +112,14 @@ def load_tokenizer(config: EngineConfig, vocab_size: int) -> Tokenizer | None:
 
 
 def end_ids(parts: Parts) -> frozenset[int]:
-    """Tokens that end an answer: the checkpoint's and the tokenizer's."""
-    own = parts.tokenizer.eos_token_ids if parts.tokenizer is not None else frozenset()
-    return own | frozenset(parts.model_config.eos_token_ids)
+    """Tokens that end an answer: those that the tokenizer and generation_config.json name.
+
+    config.json speaks only where neither does: its ids are often a class's default, of another
+    vocabulary. Such ids that the model doesn't even have end nothing.
+    """
+    named = parts.tokenizer.eos_token_ids if parts.tokenizer is not None else ()
+    found = named or parts.model_config.eos_token_ids
+    return frozenset(token for token in found if 0 <= token < parts.model.vocab_size)
 
 
 def free_state_bytes(device: Device, gpu_memory_utilization: float, weight_bytes: int) -> int:

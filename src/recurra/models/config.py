@@ -304,12 +304,10 @@ def _vocabulary(layout: Layout, fields: Fields) -> int:
 
 
 def _end_tokens(path: Path, fields: Fields) -> tuple[int, ...]:
-    """Tokens that end a text: those of the configuration and of generation_config.json."""
-    found = fields.ids("eos_token_id")
+    """Tokens that end a text: those of generation_config.json, else those of the configuration."""
     generation = path / "generation_config.json"
-    if generation.is_file():
-        found += Fields(read_json(generation), generation).ids("eos_token_id")
-    return tuple(dict.fromkeys(found))
+    named = Fields(read_json(generation), generation).ids("eos_token_id") if generation.is_file() else ()
+    return tuple(dict.fromkeys(named or fields.ids("eos_token_id")))
 
 
 def _max_length(fields: Fields) -> int | None:

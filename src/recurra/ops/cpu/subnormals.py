@@ -18,8 +18,6 @@ _X86 = platform.machine() in ("x86_64", "AMD64")
 _ARM = platform.machine() in ("aarch64", "arm64")
 _FLUSH_X86 = 0x8040  # flush to zero, subnormals are zeros
 _FLUSH_ARM = 1 << 24
-_READ_ARM = ir.FunctionType(i64, [])
-_WRITE_ARM = ir.FunctionType(ir.VoidType(), [i64])
 
 
 def _read(builder: Any) -> Any:
@@ -29,7 +27,7 @@ def _read(builder: Any) -> Any:
         builder.call(read, [place])
         return builder.zext(builder.load(place), i64)
     if _ARM:
-        return builder.call(ir.InlineAsm(_READ_ARM, "mrs $0, fpcr", "=r", side_effect=True), [])
+        return builder.call(declare(builder, "llvm.aarch64.get.fpcr", i64, []), [])
     return ir.Constant(i64, 0)
 
 
@@ -40,7 +38,7 @@ def _write(builder: Any, mode: Any) -> None:
         write = declare(builder, "llvm.x86.sse.ldmxcsr", ir.VoidType(), [place.type])
         builder.call(write, [place])
     elif _ARM:
-        builder.call(ir.InlineAsm(_WRITE_ARM, "msr fpcr, $0", "r", side_effect=True), [mode])
+        builder.call(declare(builder, "llvm.aarch64.set.fpcr", ir.VoidType(), [i64]), [mode])
 
 
 @instruction(types.int64, ())

@@ -7,6 +7,9 @@ thread that the machine keeps busy elsewhere, or that wakes late, delays at most
 
 Waiting means a short spin and then sleep on the counter itself: a core that sleeps at once is free for
 the thread that holds the last chunk. The threads never touch Python while they work or wait.
+
+Every thread takes subnormal numbers as zero while it is in a job (see ``subnormals``); the caller's mode is
+what it was when the job is over.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ import numpy as np
 
 from recurra.ops.cpu.atomics import call_job, fetch_add, pause, peek, poke, sleep_while, wake
 from recurra.ops.cpu.jit import kernel
+from recurra.ops.cpu.subnormals import flush_subnormals, restore_mode
 
 # Words of the control block, each on a cache line pair of its own.
 _LINE = 128
@@ -75,6 +79,13 @@ def wait_done(control: int, chunks: int) -> None:
 
 
 @kernel
+def _enter(control: int, job: int, arguments: int, rank: int) -> None:
+    mode = flush_subnormals()
+    call_job(job, arguments, control, rank)
+    restore_mode(mode)
+
+
+@kernel
 def _run(control: int, job: int, arguments: int) -> None:
     poke(control + JOB_ADDRESS, job)
     poke(control + ARGUMENTS, arguments)
@@ -84,7 +95,7 @@ def _run(control: int, job: int, arguments: int) -> None:
     fetch_add(control + EPOCH, 1)
     if peek(control + IDLE) > 0:
         wake(control + EPOCH)
-    call_job(job, arguments, control, 0)
+    _enter(control, job, arguments, 0)
     poke(control + OPEN, 0)
     # Workers still inside have nothing left to do; they leave, and then the arguments may die.
     left = peek(control + SPINS)
@@ -116,7 +127,7 @@ def _serve(control: int, rank: int) -> None:
             return
         fetch_add(control + ACTIVE, 1)
         if peek(control + OPEN) != 0:
-            call_job(peek(control + JOB_ADDRESS), peek(control + ARGUMENTS), control, rank)
+            _enter(control, peek(control + JOB_ADDRESS), peek(control + ARGUMENTS), rank)
         fetch_add(control + ACTIVE, -1)
         if peek(control + SLEEPERS) > 0:
             wake(control + ACTIVE)

@@ -71,7 +71,7 @@ def test_definition_is_a_triangular_system(by_channel: bool, norm: bool) -> None
 
 @forms
 @pytest.mark.parametrize(
-    ("heads", "dims"), [((2, 2), (32, 64)), ((1, 3), (80, 48)), ((1, 2), (128, 128)), ((1, 2), (5, 3))]
+    ("heads", "dims"), [((2, 2), (32, 64)), ((2, 6), (40, 48)), ((1, 2), (128, 128)), ((1, 2), (5, 3))]
 )
 def test_shapes(backend: Backend, by_channel: bool, heads: tuple[int, int], dims: tuple[int, int]) -> None:
     lengths, states = (1, 17, 35), (True, False, True)

@@ -114,7 +114,7 @@ class _Tiles:
         exact = dtype == torch.float32
 
         def fit(size: int, most: int) -> int:
-            return min(max(BLOCK, triton.next_power_of_2(size)), most)
+            return min(max(BLOCK, int(triton.next_power_of_2(size))), most)
 
         return cls(
             fit(chunk, 32 if exact else 64),

@@ -165,7 +165,7 @@ def _outputs_kernel(
 
 
 def _fit(size: int, most: int) -> int:
-    return min(max(16, triton.next_power_of_2(size)), most)
+    return min(max(16, int(triton.next_power_of_2(size))), most)
 
 
 def lightning_attention_varlen(

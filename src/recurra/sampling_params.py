@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral, Real
+from typing import Any
 
 from recurra.errors import RequestError
 
@@ -14,6 +17,56 @@ MAX_LOGPROBS = 100
 def _require(ok: bool, param: str, value: object, need: str) -> None:
     if not ok:
         raise RequestError(f"{param} must be {need}, got {value!r}", param=param)
+
+
+_NUMBERS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
+_SWITCHES = ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "detokenize")
+
+
+def _whole(param: str, value: Any) -> int:
+    """An integer of any library as Python's own."""
+    _require(isinstance(value, Integral) and not isinstance(value, bool), param, value, "an integer")
+    return int(value)
+
+
+def _number(param: str, value: Any) -> float:
+    _require(isinstance(value, Real) and not isinstance(value, bool), param, value, "a number")
+    return value if isinstance(value, int) else float(value)
+
+
+def _listed(param: str, value: Any) -> tuple[Any, ...]:
+    _require(
+        value is None or (isinstance(value, Iterable) and not isinstance(value, str | bytes)),
+        param, value, "a list",
+    )  # fmt: skip
+    return () if value is None else tuple(value)
+
+
+def _strings(param: str, value: Any) -> tuple[str, ...]:
+    """One string or several, none of them empty."""
+    found = (value,) if isinstance(value, str) and value else _listed(param, value or ())
+    wrong = next((s for s in found if not (isinstance(s, str) and s)), None)
+    _require(wrong is None, param, wrong, "non-empty strings")
+    return found
+
+
+def _bias(value: Any) -> dict[int, float]:
+    """Token id to bias; ids may be spelled as text, as JSON must."""
+    _require(
+        value is None or isinstance(value, Mapping), "logit_bias", value, "a map of token ids to numbers"
+    )
+    found: dict[int, float] = {}
+    for key, bias in (value or {}).items():
+        try:
+            token = int(key)
+        except (TypeError, ValueError):
+            raise RequestError(
+                f"logit_bias: its keys are token ids, got {key!r}", param="logit_bias"
+            ) from None
+        number = _number("logit_bias", bias)
+        _require(not math.isnan(number), "logit_bias", bias, "a number")
+        found[token] = float(min(100.0, max(-100.0, number)))
+    return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,12 +119,8 @@ class SamplingParams:
     detokenize: bool = True
 
     def __post_init__(self) -> None:
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        object.__setattr__(self, "stop", stop)
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
-        object.__setattr__(self, "bad_words", tuple(self.bad_words or ()))
-        bias = {int(k): min(100.0, max(-100.0, float(v))) for k, v in dict(self.logit_bias or {}).items()}
-        object.__setattr__(self, "logit_bias", bias)
+        self._settle_types()
+        stop = self.stop
         _require(1 <= self.n <= 1024, "n", self.n, "from 1 to 1024")
         _require(0.0 <= self.temperature <= 100.0, "temperature", self.temperature, "from 0 to 100")
         _require(0.0 < self.top_p <= 1.0, "top_p", self.top_p, "above 0 and at most 1")
@@ -89,7 +138,6 @@ class SamplingParams:
             len(stop) <= MAX_STOP_STRINGS, "stop", f"{len(stop)} strings",
             f"at most {MAX_STOP_STRINGS} strings",
         )  # fmt: skip
-        _require(all(isinstance(s, str) and s for s in stop), "stop", stop, "non-empty strings")
         _require(
             self.max_tokens is None or self.max_tokens >= 0,
             "max_tokens",
@@ -110,6 +158,26 @@ class SamplingParams:
                 value,
                 f"from 0 to {MAX_LOGPROBS}",
             )
+
+    def _settle_types(self) -> None:
+        """Plain Python values of the right types, or an error that names the field: what a kernel or a
+        message between processes chokes on must not get that far."""
+        settled: dict[str, Any] = {
+            name: _whole(name, getattr(self, name)) for name in ("n", "top_k", "min_tokens")
+        }
+        for name in ("max_tokens", "logprobs", "prompt_logprobs", "seed"):
+            settled[name] = None if getattr(self, name) is None else _whole(name, getattr(self, name))
+        for name in _NUMBERS:
+            settled[name] = _number(name, getattr(self, name))
+        for name in _SWITCHES:
+            _require(isinstance(getattr(self, name), bool), name, getattr(self, name), "True or False")
+        for name in ("stop", "bad_words"):
+            settled[name] = _strings(name, getattr(self, name))
+        ids = _listed("stop_token_ids", self.stop_token_ids)
+        settled["stop_token_ids"] = tuple(_whole("stop_token_ids", token) for token in ids)
+        settled["logit_bias"] = _bias(self.logit_bias)
+        for name, value in settled.items():
+            object.__setattr__(self, name, value)
 
     @property
     def greedy(self) -> bool:

@@ -305,6 +305,17 @@ def test_outputs_of_a_long_answer_share_its_tokens() -> None:
     assert most < 20e6, "3000 copies of lists of up to 3000 pointers are 72 MB"
 
 
+def test_a_request_that_fails_on_its_way_in_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = fake_engine()
+    with monkeypatch.context() as patched:
+        patched.setattr(engine.runner.sampler, "add", lambda answers: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            engine.add_request("a", [1], GREEDY)
+    assert not engine.scheduler.has_unfinished()
+    assert not engine.has_unfinished_requests()
+    assert run(engine, {"a": [1, 2]}, GREEDY)["a"].outputs[0].token_ids == FakeModel().greedy([1, 2], 9)
+
+
 def test_config_json_names_end_tokens_only_where_nothing_better_does() -> None:
     """Its ids are often a class's default: taking them too would end answers early."""
     model = SimpleNamespace(vocab_size=50)

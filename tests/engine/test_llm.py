@@ -82,6 +82,35 @@ def test_one_bad_prompt_is_found_before_anything_is_queued(prompts: Any, params:
     assert llm.llm_engine.stats().steps == 0
 
 
+@pytest.mark.parametrize("prompts", [None, 5, b"text", {1, 2}, [b"text"], [{"prompt_token_ids": b"text"}]])
+def test_what_is_no_prompt_is_refused(prompts: Any) -> None:
+    with pytest.raises(RequestError, match="prompt"):
+        fake_llm().generate(prompts if prompts != {1, 2} else [prompts], GREEDY, use_tqdm=False)
+
+
+@pytest.mark.parametrize(
+    ("field", "given"),
+    [
+        ("sampling_params", {"sampling_params": {"temperature": 1.0}}),
+        ("sampling_params", {"sampling_params": [GREEDY, None, GREEDY]}),
+        ("priority", {"priority": ["a", 1, 2]}),
+    ],
+)
+def test_arguments_of_the_wrong_type_are_refused_and_nothing_is_queued(
+    field: str, given: dict[str, Any]
+) -> None:
+    llm = fake_llm()
+    with pytest.raises(RequestError, match=field) as caught:
+        llm.generate([[1], [2], [3]], use_tqdm=False, **given)
+    assert caught.value.param == field
+    assert not llm.llm_engine.has_unfinished_requests()
+
+
+def test_a_conversation_is_a_list_of_messages(llm: LLM) -> None:
+    with pytest.raises(RequestError, match="list of messages"):
+        llm.chat([1], use_tqdm=False)  # type: ignore[list-item]
+
+
 def test_an_interrupt_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     llm = fake_llm(num_state_slots=2)
     engine, step, calls = llm.llm_engine, llm.llm_engine.step, iter(range(99))

@@ -68,7 +68,7 @@ class EngineConfig(SchedulerSettings, CacheSettings):
     tensor_parallel_size: int = Field(default=1, ge=1)
     quantization: str | None = None
     speculative_config: dict[str, Any] | None = None
-    num_threads: int | None = Field(default=None, ge=1)
+    num_threads: int | None = Field(default=None, ge=1, le=1024)
     chat_template: str | None = None
 
     def __init__(self, **settings: Any) -> None:

@@ -93,8 +93,12 @@ class LLMEngine:
             max_model_len=self.max_model_len,
         )
         answers = self.scheduler.add(request)
-        self.runner.sampler.add(answers)
-        self._book.open(request)
+        try:
+            self.runner.sampler.add(answers)
+            self._book.open(request)
+        except BaseException:  # queued whole or not at all
+            self.scheduler.abort(request_id)
+            raise
 
     def abort_request(self, request_ids: str | Iterable[str]) -> None:
         """End requests wherever they are; unknown ids are ignored.

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -75,6 +75,8 @@ class LLM:
         work = _as_list(prompts)
         params = _params_for(sampling_params, len(work))
         priorities = list(priority) if priority is not None else [0] * len(work)
+        if not all(isinstance(p, int) for p in priorities):
+            raise RequestError(f"priority must be integers, got {priorities!r:.80}", param="priority")
         if len(priorities) != len(work):
             raise RequestError(
                 f"{len(priorities)} priorities for {len(work)} prompts; give one for each", param="priority"
@@ -107,7 +109,11 @@ class LLM:
         conversations = [messages] if not messages or isinstance(messages[0], Mapping) else messages
         prompts: list[PromptInput] = []
         for conversation in conversations:
-            text = tokenizer.render_chat(conversation, add_generation_prompt, **template_kwargs)  # type: ignore[arg-type]
+            if not isinstance(conversation, list | tuple):
+                raise RequestError(
+                    f"a conversation is a list of messages, got {conversation!r:.80}", param="messages"
+                )
+            text = tokenizer.render_chat(conversation, add_generation_prompt, **template_kwargs)
             ids = tokenizer.encode(text, add_special_tokens=False)
             prompts.append({"prompt": text, "prompt_token_ids": ids})
         return self.generate(prompts, sampling_params, use_tqdm)
@@ -156,6 +162,12 @@ def _as_list(prompts: PromptInput | Sequence[PromptInput]) -> list[PromptInput]:
     """Several prompts from one or several; a list of integers is one."""
     if isinstance(prompts, str | dict):
         return [prompts]
+    given: object = prompts
+    if not isinstance(given, Iterable) or isinstance(given, bytes):
+        raise RequestError(
+            f"prompts must be text, token ids, or a list of either, got {type(prompts).__name__}",
+            param="prompt",
+        )
     listed = list(prompts)
     if listed and not isinstance(listed[0], str | dict | Sequence):
         return [listed]  # type: ignore[list-item]
@@ -165,6 +177,11 @@ def _as_list(prompts: PromptInput | Sequence[PromptInput]) -> list[PromptInput]:
 def _params_for(given: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
     if given is None or isinstance(given, SamplingParams):
         return [given or SamplingParams()] * count
+    if isinstance(given, Mapping | str) or not all(isinstance(params, SamplingParams) for params in given):
+        raise RequestError(
+            f"sampling_params must be a SamplingParams, or a list of one for each prompt, got {given!r:.80}",
+            param="sampling_params",
+        )
     if len(given) != count:
         raise RequestError(
             f"{len(given)} sampling_params for {count} prompts; give one, or one for each",

@@ -33,6 +33,10 @@ def make_request(
     Raises:
         RequestError: with ``param`` naming the field at fault.
     """
+    if not isinstance(params, SamplingParams):
+        raise RequestError(
+            f"params must be SamplingParams, got {type(params).__name__}", param="sampling_params"
+        )
     text, ids = read_prompt(prompt, tokenizer)
     check_ids(ids, vocab_size)
     check_params(params, tokenizer, vocab_size)
@@ -70,7 +74,7 @@ def read_prompt(prompt: PromptInput, tokenizer: Tokenizer | None) -> tuple[str |
 def _as_ids(ids: object) -> tuple[int, ...]:
     try:
         assert isinstance(ids, Iterable)
-        assert not isinstance(ids, (str, bytes))
+        assert not isinstance(ids, (str, bytes, dict, set))
         return tuple(operator.index(i) for i in ids)
     except (TypeError, AssertionError):
         raise RequestError("prompt_token_ids must be a list of integers", param="prompt_token_ids") from None

@@ -14,7 +14,7 @@ from typing import Any
 from llvmlite import ir
 from numba import types
 
-from recurra.ops.cpu.jit import address, declare, f32, i32, i64, instruction, kernel, pointer
+from recurra.ops.cpu.jit import address, f32, i32, i64, instruction, kernel, pointer
 from recurra.ops.cpu.vectors import (
     BF16,
     F16,
@@ -29,6 +29,7 @@ from recurra.ops.cpu.vectors import (
     load_f16_first,
     load_stored,
     load_stored_first,
+    prefetch_at,
     splat_of,
     store,
     store_first,
@@ -41,8 +42,9 @@ COLUMNS = 3  # batch rows of a tile
 _WIDTH = {F32: 4, BF16: 2, F16: 2}
 
 _int = types.int64
-#: w, bytes of a weight row, weight rows, x, bytes of an x row, batch rows, k, y, bytes of a y row, scratch
-PRODUCT = types.void(*[_int] * 10)
+#: w, bytes of a weight row, weight rows, x, bytes of an x row, batch rows, k, y, bytes of a y row, scratch,
+#: address that the thread will probably read next
+PRODUCT = types.void(*[_int] * 11)
 
 
 def _load_all(builder: Any, rows: list[Any], kind: int, lanes_mask: Any) -> list[Any]:
@@ -67,16 +69,19 @@ def _offset(builder: Any, addresses: list[Any], step: Any) -> list[Any]:
     return [builder.add(a, step) for a in addresses]
 
 
-def _prefetch(builder: Any, rows: list[Any], ahead: Any) -> None:
-    """Ask for the same place of the next tile: the memory's latency is longer than the core can look ahead."""
-    byte = ir.IntType(8)
-    fetch = declare(builder, "llvm.prefetch.p0", ir.VoidType(), [byte.as_pointer(), i32, i32, i32])
-    for row in rows:
-        at = pointer(builder, builder.add(row, ahead), byte)
-        builder.call(fetch, [at, *(ir.Constant(i32, n) for n in (0, 3, 1))])
+def _prefetch(builder: Any, start: Any, at: Any, lines: int) -> None:
+    """Ask for some lines of what comes next: the memory's latency is longer than the core can look ahead.
+
+    One line a step is for many batch rows, whose tile must not be driven out of the first-level cache.
+    """
+    place = builder.add(start, builder.mul(at, ir.Constant(i64, 4 * lines)))
+    for i in range(lines):
+        prefetch_at(builder, builder.add(place, ir.Constant(i64, 64 * i)), 3 if lines > 1 else 2)
 
 
-def _loop(builder: Any, w: list[Any], x: list[Any], kind: int, k: Any, ahead: Any = None) -> list[Any]:
+def _loop(
+    builder: Any, w: list[Any], x: list[Any], kind: int, k: Any, following: Any, lines: int
+) -> list[Any]:
     """All of k: whole vectors in a loop, then the rest under a mask."""
     zero = splat_of(builder, ir.Constant(f32, 0.0))
     start = builder.block
@@ -97,8 +102,7 @@ def _loop(builder: Any, w: list[Any], x: list[Any], kind: int, k: Any, ahead: An
     builder.position_at_end(body)
     x_step, w_step = (builder.mul(at, ir.Constant(i64, n)) for n in (4, _WIDTH[kind]))
     w_at = _offset(builder, w, w_step)
-    if ahead is not None:
-        _prefetch(builder, w_at, ahead)
+    _prefetch(builder, following, at, lines)
     updated = _accumulate(builder, w_at, _offset(builder, x, x_step), kind, sums)
     at.add_incoming(builder.add(at, ir.Constant(i64, LANES)), body)
     for s, new in zip(sums, updated, strict=True):
@@ -146,13 +150,11 @@ def _totals8(builder: Any, sums: list[Any]) -> Any:
     return parts[0]
 
 
-def _emit_tile(builder: Any, rows: int, columns: int, kind: int, values: tuple[Any, ...]) -> None:
-    w, w_stride, x, x_stride, k, y, y_stride = values
+def _emit_tile(builder: Any, rows: int, columns: int, kind: int, lines: int, values: tuple[Any, ...]) -> None:
+    w, w_stride, x, x_stride, k, y, y_stride, following = values
     w_rows = [builder.add(w, builder.mul(w_stride, ir.Constant(i64, i))) for i in range(rows)]
     x_rows = [builder.add(x, builder.mul(x_stride, ir.Constant(i64, j))) for j in range(columns)]
-    # Hardware prefetching keeps up with float32 rows; it fell a third short for rows half as long.
-    ahead = builder.mul(w_stride, ir.Constant(i64, ROWS)) if rows == ROWS and kind != F32 else None
-    sums = _loop(builder, w_rows, x_rows, kind, k, ahead)
+    sums = _loop(builder, w_rows, x_rows, kind, k, following, lines)
     for j in range(columns):
         out = builder.add(y, builder.mul(y_stride, ir.Constant(i64, j)))
         mine = [sums[i * columns + j] for i in range(rows)]
@@ -163,44 +165,63 @@ def _emit_tile(builder: Any, rows: int, columns: int, kind: int, values: tuple[A
             builder.store(total_of(builder, mine[0]), pointer(builder, out, f32), align=4)
 
 
-def _tile(rows: int, columns: int, kind: int) -> Callable[..., Any]:
-    """An instruction: ``(w, w_stride, x, x_stride, k, y, y_stride)``, strides in bytes."""
+def _tile(rows: int, columns: int, kind: int, lines: int = 0) -> Callable[..., Any]:
+    """An instruction: ``(w, w_stride, x, x_stride, k, y, y_stride, following)``, strides in bytes.
 
-    @instruction(types.void, (_int,) * 7)
+    It asks for ``lines`` cache lines from ``following`` on at every step of 16 along k.
+    """
+
+    @instruction(types.void, (_int,) * 8)
     def tile(builder: Any, *values: Any) -> None:
-        _emit_tile(builder, rows, columns, kind, values)
+        _emit_tile(builder, rows, columns, kind, lines, values)
 
     return tile
 
 
+# Hardware prefetching keeps up with float32 rows; it fell a third short for rows half as long.
 _f32_81, _f32_82, _f32_83 = (_tile(8, n, F32) for n in (1, 2, 3))
+_f32_83_ahead = _tile(8, 3, F32, 1)
 _f32_11, _bf16_11, _f16_11 = (_tile(1, 1, kind) for kind in (F32, BF16, F16))
-_bf16_81, _bf16_82, _bf16_83 = (_tile(8, n, BF16) for n in (1, 2, 3))
-_f16_81, _f16_82, _f16_83 = (_tile(8, n, F16) for n in (1, 2, 3))
+_bf16_81, _bf16_82, _bf16_83 = (_tile(8, n, BF16, 4) for n in (1, 2, 3))
+_f16_81, _f16_82, _f16_83 = (_tile(8, n, F16, 4) for n in (1, 2, 3))
 
 
 @kernel
-def _f32_rows(w: int, ws: int, m: int, x: int, xs: int, s: int, k: int, y: int, ys: int) -> None:
-    """All batch rows against ``m`` float32 weight rows, 8 at a time and then one by one."""
-    for i in range(0, m - m % ROWS, ROWS):
-        j = 0
-        while s - j >= 3:
-            _f32_83(w + i * ws, ws, x + j * xs, xs, k, y + j * ys + i * 4, ys)
-            j += 3
-        if s - j == 2:
-            _f32_82(w + i * ws, ws, x + j * xs, xs, k, y + j * ys + i * 4, ys)
-        elif s - j == 1:
-            _f32_81(w + i * ws, ws, x + j * xs, xs, k, y + j * ys + i * 4, ys)
-    for i in range(m - m % ROWS, m):
-        for j in range(s):
-            _f32_11(w + i * ws, ws, x + j * xs, xs, k, y + j * ys + i * 4, ys)
+def _f32_tile(
+    w: int, ws: int, x: int, xs: int, s: int, k: int, y: int, ys: int, following: int, ahead: int
+) -> None:
+    """All batch rows against 8 float32 weight rows; ``ahead`` bytes from ``following`` on come next."""
+    j = 0
+    while s - j >= 3:
+        if ahead > 0:  # k lines of 16 values: what 4 * k bytes need
+            _f32_83_ahead(w, ws, x + j * xs, xs, k, y + j * ys, ys, following)
+            following += 4 * k
+            ahead -= 4 * k
+        else:
+            _f32_83(w, ws, x + j * xs, xs, k, y + j * ys, ys, 0)
+        j += 3
+    if s - j == 2:
+        _f32_82(w, ws, x + j * xs, xs, k, y + j * ys, ys, 0)
+    elif s - j == 1:
+        _f32_81(w, ws, x + j * xs, xs, k, y + j * ys, ys, 0)
+
+
+@kernel
+def _next_tile(w: int, ws: int, i: int, m: int, following: int) -> int:
+    """Where the tile after the one at row ``i`` begins."""
+    return w + (i + ROWS) * ws if i + 2 * ROWS <= m else following
 
 
 def product_f32(
-    w: int, ws: int, m: int, x: int, xs: int, s: int, k: int, y: int, ys: int, scratch: int
+    w: int, ws: int, m: int, x: int, xs: int, s: int, k: int, y: int, ys: int, scratch: int, following: int
 ) -> None:
     """Float32 weights; see :data:`PRODUCT` for the arguments, of which scratch is unused."""
-    _f32_rows(w, ws, m, x, xs, s, k, y, ys)
+    for i in range(0, m - m % ROWS, ROWS):
+        then = _next_tile(w, ws, i, m, following)
+        _f32_tile(w + i * ws, ws, x, xs, s, k, y + i * 4, ys, then, ROWS * 4 * k)
+    for i in range(m - m % ROWS, m):
+        for j in range(s):
+            _f32_11(w + i * ws, ws, x + j * xs, xs, k, y + j * ys + i * 4, ys, 0)
 
 
 @kernel
@@ -222,43 +243,45 @@ def _widen_f16(w: int, k: int, out: int) -> None:
 
 
 def product_bf16(
-    w: int, ws: int, m: int, x: int, xs: int, s: int, k: int, y: int, ys: int, scratch: int
+    w: int, ws: int, m: int, x: int, xs: int, s: int, k: int, y: int, ys: int, scratch: int, following: int
 ) -> None:
     """Bfloat16 weights; scratch holds 8 * k float32."""
     for i in range(0, m - m % ROWS, ROWS):
+        then = _next_tile(w, ws, i, m, following)
         if s == 1:
-            _bf16_81(w + i * ws, ws, x, xs, k, y + i * 4, ys)
+            _bf16_81(w + i * ws, ws, x, xs, k, y + i * 4, ys, then)
         elif s == 2:
-            _bf16_82(w + i * ws, ws, x, xs, k, y + i * 4, ys)
+            _bf16_82(w + i * ws, ws, x, xs, k, y + i * 4, ys, then)
         elif s == 3:
-            _bf16_83(w + i * ws, ws, x, xs, k, y + i * 4, ys)
+            _bf16_83(w + i * ws, ws, x, xs, k, y + i * 4, ys, then)
         else:
             for r in range(ROWS):
                 _widen_bf16(w + (i + r) * ws, k, scratch + r * k * 4)
-            _f32_rows(scratch, k * 4, ROWS, x, xs, s, k, y + i * 4, ys)
+            _f32_tile(scratch, k * 4, x, xs, s, k, y + i * 4, ys, then, ROWS * 2 * k)
     for i in range(m - m % ROWS, m):
         for j in range(s):
-            _bf16_11(w + i * ws, ws, x + j * xs, xs, k, y + j * ys + i * 4, ys)
+            _bf16_11(w + i * ws, ws, x + j * xs, xs, k, y + j * ys + i * 4, ys, 0)
 
 
 def product_f16(
-    w: int, ws: int, m: int, x: int, xs: int, s: int, k: int, y: int, ys: int, scratch: int
+    w: int, ws: int, m: int, x: int, xs: int, s: int, k: int, y: int, ys: int, scratch: int, following: int
 ) -> None:
     """Float16 weights; scratch holds 8 * k float32."""
     for i in range(0, m - m % ROWS, ROWS):
+        then = _next_tile(w, ws, i, m, following)
         if s == 1:
-            _f16_81(w + i * ws, ws, x, xs, k, y + i * 4, ys)
+            _f16_81(w + i * ws, ws, x, xs, k, y + i * 4, ys, then)
         elif s == 2:
-            _f16_82(w + i * ws, ws, x, xs, k, y + i * 4, ys)
+            _f16_82(w + i * ws, ws, x, xs, k, y + i * 4, ys, then)
         elif s == 3:
-            _f16_83(w + i * ws, ws, x, xs, k, y + i * 4, ys)
+            _f16_83(w + i * ws, ws, x, xs, k, y + i * 4, ys, then)
         else:
             for r in range(ROWS):
                 _widen_f16(w + (i + r) * ws, k, scratch + r * k * 4)
-            _f32_rows(scratch, k * 4, ROWS, x, xs, s, k, y + i * 4, ys)
+            _f32_tile(scratch, k * 4, x, xs, s, k, y + i * 4, ys, then, ROWS * 2 * k)
     for i in range(m - m % ROWS, m):
         for j in range(s):
-            _f16_11(w + i * ws, ws, x + j * xs, xs, k, y + j * ys + i * 4, ys)
+            _f16_11(w + i * ws, ws, x + j * xs, xs, k, y + j * ys + i * 4, ys, 0)
 
 
 _PRODUCTS = {F32: product_f32, BF16: product_bf16, F16: product_f16}
@@ -269,8 +292,8 @@ def product_address(kind: int) -> int:
     return address(_PRODUCTS[kind], PRODUCT)
 
 
-@instruction(types.void, (_int,) * 11)
+@instruction(types.void, (_int,) * 12)
 def call_product(builder: Any, function: Any, *arguments: Any) -> None:
     """Call a product by its address."""
-    kind = ir.FunctionType(ir.VoidType(), [i64] * 10)
+    kind = ir.FunctionType(ir.VoidType(), [i64] * 11)
     builder.call(builder.inttoptr(function, kind.as_pointer()), list(arguments))

@@ -83,6 +83,19 @@ def load_stored_first(builder: Any, address: Any, kind: int, lanes_mask: Any) ->
     return widen(builder, raw, kind)
 
 
+def prefetch_at(builder: Any, address: Any, level: int) -> None:
+    """Ask for the cache line of an address, which need not exist; level 3 is the nearest cache, 2 the next."""
+    byte = ir.IntType(8)
+    fetch = declare(builder, "llvm.prefetch.p0", ir.VoidType(), [byte.as_pointer(), i32, i32, i32])
+    builder.call(fetch, [pointer(builder, address, byte), *(ir.Constant(i32, n) for n in (0, level, 1))])
+
+
+@instruction(types.void, (_int,))
+def prefetch(builder: Any, address: Any) -> None:
+    """Ask for the cache line of an address, which need not exist."""
+    prefetch_at(builder, address, 3)
+
+
 @instruction(f32x16, (_int,))
 def load(builder: Any, address: Any) -> Any:
     """Sixteen float32 at an address."""

@@ -146,6 +146,7 @@ class CpuDecodeStack:
             pointer_of(narrow), steps.data_ptr(), mixed.data_ptr(), self._scratch.data_ptr(),
             row_bytes(self._scratch), len(self._blocks), self._table.data_ptr(), 4 * self._widths[0],
             4 * self._widths[1], chunk_rows(hidden, batch), max(8, chunk_rows(self._widths[2], batch)),
+            self._pool.num_threads,
         )  # fmt: skip
         self._pool.run(self._job, arguments.numpy())
         return out

@@ -33,9 +33,8 @@ from recurra.ops.norm.cpu import norm_group
 (
     BATCH, HIDDEN, TOKEN_IDS, SLOTS, EMBEDDING, EMBEDDING_KIND, EMBEDDING_BYTES, FINAL_NORM, FINAL_EPS, OUT,
     RESIDUAL, NORMED, WIDE, NARROW, STEPS, MIXED, SCRATCH, SCRATCH_BYTES, BLOCKS, BLOCK_TABLE, WIDE_BYTES,
-    NARROW_BYTES, IN_STEP, OUT_STEP,
-) = range(24)  # fmt: skip
-STEP_WORDS = 24
+    NARROW_BYTES, IN_STEP, OUT_STEP, THREADS,
+) = range(25)  # fmt: skip
 
 # Words of a block's row. A matrix takes six (see recurra.ops.linear.cpu.matrix_words).
 (NORM, NORM_EPS, CONV_WEIGHT, CONV_BIAS, CONV_WIDTH, CONV_STATE, CONV_SLOT, SSM_STATE, SSM_SLOT) = range(9)
@@ -101,16 +100,31 @@ def begin(step: int, control: int, ticket: int) -> int:
 
 
 @kernel
-def project_out(step: int, block: int, rank: int, chunk: int) -> None:
-    """Rows of the out projection, added to the residual."""
+def chunk_after(step: int, matrix: int, first: int, rows: int, otherwise: int) -> int:
+    """Where a thread will probably read next: threads take chunks in turns, then go to ``otherwise``."""
+    row = first + word(step, THREADS) * rows
+    return int(word(matrix, 0) + row * word(matrix, 2) if row < word(matrix, 3) else otherwise)
+
+
+@kernel
+def chunk_of(matrix: int, rows: int, rank: int) -> int:
+    """Where the thread's first chunk of a matrix will probably begin."""
+    return int(word(matrix, 0) + rank * rows * word(matrix, 2))
+
+
+@kernel
+def project_out(step: int, block: int, rank: int, chunk: int, last: int) -> None:
+    """Rows of the out projection, added to the residual; ``last``: whether no block follows."""
     S, hidden, rows = word(step, BATCH), word(step, HIDDEN), word(step, OUT_STEP)
     matrix = block + 8 * OUT_PROJ
     first = chunk * rows
+    next_block = block + 8 * (BLOCK_WORDS + IN_PROJ) if last == 0 else block + 8 * IN_PROJ
+    following = chunk_after(step, matrix, first, rows, chunk_of(next_block, word(step, IN_STEP), rank))
     rows = min(rows, hidden - first)
     columns = word(matrix, 4)
     out = word(step, NORMED) + 4 * first
     scratch = word(step, SCRATCH) + rank * word(step, SCRATCH_BYTES)
-    multiply(matrix, first, rows, word(step, MIXED), 4 * columns, S, out, 4 * hidden, scratch)
+    multiply(matrix, first, rows, word(step, MIXED), 4 * columns, S, out, 4 * hidden, scratch, following)
     for s in range(S):
         for c in range(0, rows, LANES):
             at = 4 * (s * hidden + c)
@@ -125,7 +139,7 @@ def end_block(step: int, control: int, rank: int, ticket: int, base: int, block:
     row = blocks + 8 * BLOCK_WORDS * block
     chunks = (word(step, HIDDEN) + word(step, OUT_STEP) - 1) // word(step, OUT_STEP)
     while ticket < base + chunks:
-        project_out(step, row, rank, ticket - base)
+        project_out(step, row, rank, ticket - base, int(block + 1 == word(step, BLOCKS)))
         ticket = finish(control)
     base += chunks
     wait_done(control, base)

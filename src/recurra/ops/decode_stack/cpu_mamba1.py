@@ -30,6 +30,8 @@ from recurra.ops.decode_stack.cpu_common import (
     NARROW,
     NARROW_BYTES,
     NORMED,
+    OUT_PROJ,
+    OUT_STEP,
     RANK,
     SCRATCH,
     SCRATCH_BYTES,
@@ -43,6 +45,8 @@ from recurra.ops.decode_stack.cpu_common import (
     WIDE_BYTES,
     X_PROJ,
     begin,
+    chunk_after,
+    chunk_of,
     end_block,
     end_block_chunks,
     is_padding,
@@ -57,13 +61,14 @@ _CHANNELS = 32  # channels of a chunk of the recurrence
 
 
 @kernel
-def _project_in(step: int, block: int, scratch: int, chunk: int) -> None:
+def _project_in(step: int, block: int, scratch: int, rank: int, chunk: int) -> None:
     S, hidden, rows, inner = word(step, BATCH), word(step, HIDDEN), word(step, IN_STEP), word(block, INNER)
     wide, wide_bytes = word(step, WIDE), word(step, WIDE_BYTES)
     first = chunk * rows
-    rows = min(rows, 2 * inner - first)
     matrix = block + 8 * IN_PROJ
-    multiply(matrix, first, rows, word(step, NORMED), 4 * hidden, S, wide + 4 * first, wide_bytes, scratch)
+    following = chunk_after(step, matrix, first, rows, chunk_of(block + 8 * X_PROJ, _X_ROWS, rank))
+    rows, out = min(rows, 2 * inner - first), wide + 4 * first
+    multiply(matrix, first, rows, word(step, NORMED), 4 * hidden, S, out, wide_bytes, scratch, following)
     count, W = min(rows, inner - first), word(block, CONV_WIDTH)
     if count > 0:
         weight, bias = word(block, CONV_WEIGHT) + 4 * first * W, word(block, CONV_BIAS)
@@ -77,14 +82,15 @@ def _project_in(step: int, block: int, scratch: int, chunk: int) -> None:
 
 
 @kernel
-def _project_x(step: int, block: int, scratch: int, chunk: int) -> None:
+def _project_x(step: int, block: int, scratch: int, rank: int, chunk: int) -> None:
     matrix = block + 8 * X_PROJ
     first = chunk * _X_ROWS
+    following = chunk_after(step, matrix, first, _X_ROWS, chunk_of(block + 8 * STEP_PROJ, _CHANNELS, rank))
     rows = min(_X_ROWS, word(matrix, 3) - first)
     out = word(step, NARROW) + 4 * first
     multiply(
         matrix, first, rows, word(step, WIDE), word(step, WIDE_BYTES), word(step, BATCH), out,
-        word(step, NARROW_BYTES), scratch,
+        word(step, NARROW_BYTES), scratch, following,
     )  # fmt: skip
 
 
@@ -98,13 +104,15 @@ def _norm_bcdt(step: int, block: int, s: int) -> None:
 
 
 @kernel
-def _recur(step: int, block: int, scratch: int, chunk: int) -> None:
+def _recur(step: int, block: int, scratch: int, rank: int, chunk: int) -> None:
     S, inner, N, rank = word(step, BATCH), word(block, INNER), word(block, STATE), word(block, RANK)
     narrow, narrow_bytes = word(step, NARROW), word(step, NARROW_BYTES)
     c = chunk * _CHANNELS
     count = min(_CHANNELS, inner - c)
     steps = word(step, STEPS) + 4 * c
-    multiply(block + 8 * STEP_PROJ, c, count, narrow, narrow_bytes, S, steps, 4 * inner, scratch)
+    following = chunk_of(block + 8 * OUT_PROJ, word(step, OUT_STEP), rank)
+    following = chunk_after(step, block + 8 * STEP_PROJ, c, _CHANNELS, following)
+    multiply(block + 8 * STEP_PROJ, c, count, narrow, narrow_bytes, S, steps, 4 * inner, scratch, following)
     bias, A, D = word(block, STEP_BIAS), word(block, A_MATRIX), word(block, SKIP)
     for s in range(S):
         y = word(step, MIXED) + 4 * (s * inner + c)
@@ -126,13 +134,13 @@ def _block(step: int, control: int, rank: int, ticket: int, base: int, index: in
     scratch = word(step, SCRATCH) + rank * word(step, SCRATCH_BYTES)
     chunks = (2 * word(block, INNER) + word(step, IN_STEP) - 1) // word(step, IN_STEP)
     while ticket < base + chunks:
-        _project_in(step, block, scratch, ticket - base)
+        _project_in(step, block, scratch, rank, ticket - base)
         ticket = finish(control)
     base += chunks
     wait_done(control, base)
     chunks = (word(block, RANK) + 2 * word(block, STATE) + _X_ROWS - 1) // _X_ROWS
     while ticket < base + chunks:
-        _project_x(step, block, scratch, ticket - base)
+        _project_x(step, block, scratch, rank, ticket - base)
         ticket = finish(control)
     base += chunks
     wait_done(control, base)
@@ -144,7 +152,7 @@ def _block(step: int, control: int, rank: int, ticket: int, base: int, index: in
         wait_done(control, base)
     chunks = (word(block, INNER) + _CHANNELS - 1) // _CHANNELS
     while ticket < base + chunks:
-        _recur(step, block, scratch, ticket - base)
+        _recur(step, block, scratch, rank, ticket - base)
         ticket = finish(control)
     base += chunks
     wait_done(control, base)

@@ -31,6 +31,8 @@ from recurra.ops.decode_stack.cpu_common import (
     IN_STEP,
     MIXED,
     NORMED,
+    OUT_PROJ,
+    OUT_STEP,
     SCRATCH,
     SCRATCH_BYTES,
     SKIP,
@@ -39,9 +41,12 @@ from recurra.ops.decode_stack.cpu_common import (
     STEP_BIAS,
     STEP_HIGH,
     STEP_LOW,
+    THREADS,
     WIDE,
     WIDE_BYTES,
     begin,
+    chunk_after,
+    chunk_of,
     end_block,
     end_block_chunks,
     is_padding,
@@ -53,14 +58,25 @@ from recurra.ops.ssm.cpu_update import clear, skip_and_gate, step_size, update_h
 
 
 @kernel
-def _project_in(step: int, block: int, scratch: int, chunk: int) -> None:
+def _state_of_chunk(step: int, block: int, chunk: int) -> int:
+    """Address of the state that a chunk of the recurrence updates."""
+    H, size = word(block, HEADS), word(block, HEAD_DIM) * word(block, STATE)
+    s = min(chunk // H, word(step, BATCH) - 1)
+    return int(state_of(step, block, SSM_STATE, s) + 4 * (chunk % H) * size)
+
+
+@kernel
+def _project_in(step: int, block: int, rank: int, chunk: int) -> None:
     S, hidden, rows = word(step, BATCH), word(step, HIDDEN), word(step, IN_STEP)
     wide, wide_bytes = word(step, WIDE), word(step, WIDE_BYTES)
     matrix = block + 8 * IN_PROJ
     first = chunk * rows
     last = min(first + rows, word(matrix, 3))
-    out = wide + 4 * first
-    multiply(matrix, first, last - first, word(step, NORMED), 4 * hidden, S, out, wide_bytes, scratch)
+    out, scratch = wide + 4 * first, word(step, SCRATCH) + rank * word(step, SCRATCH_BYTES)
+    following = chunk_after(step, matrix, first, rows, _state_of_chunk(step, block, rank))
+    multiply(
+        matrix, first, last - first, word(step, NORMED), 4 * hidden, S, out, wide_bytes, scratch, following
+    )
     inner, W = word(block, HEADS) * word(block, HEAD_DIM), word(block, CONV_WIDTH)
     begin_conv = max(first, inner)  # rows are z, then x, B and C, then dt
     count = min(last, 2 * inner + 2 * word(block, GROUPS) * word(block, STATE)) - begin_conv
@@ -77,7 +93,7 @@ def _project_in(step: int, block: int, scratch: int, chunk: int) -> None:
 
 
 @kernel
-def _recur(step: int, block: int, chunk: int) -> None:
+def _recur(step: int, block: int, rank: int, chunk: int) -> None:
     H, P, N, G = word(block, HEADS), word(block, HEAD_DIM), word(block, STATE), word(block, GROUPS)
     s, h = chunk // H, chunk % H
     y = word(step, MIXED) + 4 * (s * H + h) * P
@@ -91,7 +107,13 @@ def _recur(step: int, block: int, chunk: int) -> None:
         bias = splat(get(word(block, STEP_BIAS) + 4 * h))
         dt = step_size(raw, bias, 1, splat(real(block, STEP_LOW)), splat(real(block, STEP_HIGH)))
         state = state_of(step, block, SSM_STATE, s) + 4 * h * P * N
-        update_head(state, x, dt, splat(get(word(block, A_MATRIX) + 4 * h)), B, B + 4 * G * N, y, P, N)
+        following = chunk + word(step, THREADS)
+        if following < word(step, BATCH) * H:
+            following = _state_of_chunk(step, block, following)
+        else:
+            following = chunk_of(block + 8 * OUT_PROJ, word(step, OUT_STEP), rank)
+        A = splat(get(word(block, A_MATRIX) + 4 * h))
+        update_head(state, x, dt, A, B, B + 4 * G * N, y, P, N, following)
         skip_and_gate(y, x, word(block, SKIP) + 4 * h, 0, 0, P)
 
 
@@ -109,16 +131,15 @@ def _norm_gated(step: int, block: int, s: int) -> None:
 def _block(step: int, control: int, rank: int, ticket: int, base: int, index: int) -> int:
     S = word(step, BATCH)
     block = word(step, BLOCK_TABLE) + 8 * BLOCK_WORDS * index
-    scratch = word(step, SCRATCH) + rank * word(step, SCRATCH_BYTES)
     chunks = (word(block + 8 * IN_PROJ, 3) + word(step, IN_STEP) - 1) // word(step, IN_STEP)
     while ticket < base + chunks:
-        _project_in(step, block, scratch, ticket - base)
+        _project_in(step, block, rank, ticket - base)
         ticket = finish(control)
     base += chunks
     wait_done(control, base)
     chunks = S * word(block, HEADS)
     while ticket < base + chunks:
-        _recur(step, block, ticket - base)
+        _recur(step, block, rank, ticket - base)
         ticket = finish(control)
     base += chunks
     wait_done(control, base)

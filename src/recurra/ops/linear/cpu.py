@@ -47,18 +47,33 @@ def add_bias(y: int, y_bytes: int, batch: int, bias: int, count: int) -> None:
 
 @kernel
 def multiply(
-    matrix: int, first: int, rows: int, x: int, x_bytes: int, batch: int, y: int, y_bytes: int, scratch: int
+    matrix: int,
+    first: int,
+    rows: int,
+    x: int,
+    x_bytes: int,
+    batch: int,
+    y: int,
+    y_bytes: int,
+    scratch: int,
+    following: int,
 ) -> None:
-    """``y[s, i] = x[s] . w[first + i] + bias[first + i]``; matrix: the words of :func:`matrix_words`."""
+    """``y[s, i] = x[s] . w[first + i] + bias[first + i]``; matrix: the words of :func:`matrix_words`.
+
+    ``following`` is what the thread will probably read next; nothing depends on it but time.
+    """
     w_bytes, bias = word(matrix, 2), word(matrix, 5)
     w = word(matrix, 0) + first * w_bytes
-    call_product(word(matrix, 1), w, w_bytes, rows, x, x_bytes, batch, word(matrix, 4), y, y_bytes, scratch)
+    call_product(
+        word(matrix, 1), w, w_bytes, rows, x, x_bytes, batch, word(matrix, 4), y, y_bytes, scratch, following
+    )
     if bias:
         add_bias(y, y_bytes, batch, bias + 4 * first, rows)
 
 
 def _job(args: int, control: int, rank: int) -> None:
-    """Matrix words, then: rows of a chunk, batch rows of a panel, x, its bytes, batch, y, scratch, its bytes."""
+    """Matrix words, then: rows of a chunk, batch rows of a panel, x, its bytes, batch, y, scratch, its bytes,
+    threads."""
     out_rows, step, panel, batch = word(args, 3), word(args, 6), word(args, 7), word(args, 10)
     x_bytes, scratch = word(args, 9), word(args, 12) + rank * word(args, 13)
     blocks, panels = (out_rows + step - 1) // step, (batch + panel - 1) // panel
@@ -68,7 +83,7 @@ def _job(args: int, control: int, rank: int) -> None:
         y = word(args, 11) + 4 * (s * out_rows + row)
         multiply(
             args, row, min(step, out_rows - row), word(args, 8) + s * x_bytes, x_bytes, min(panel, batch - s),
-            y, 4 * out_rows, scratch,
+            y, 4 * out_rows, scratch, word(args, 0) + (row + word(args, 14) * step) * word(args, 2),
         )  # fmt: skip
         ticket = finish(control)
     if rank == 0:
@@ -103,6 +118,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     arguments = table(
         *matrix_words(weight, offset), chunk_rows(columns, batch), max(12, _PANEL_BYTES // max(4 * columns, 1)),
         wide.data_ptr(), row_bytes(wide), batch, out.data_ptr(), scratch.ctypes.data, scratch.strides[0],
+        pool.num_threads,
     )  # fmt: skip
     pool.run(address(_job), arguments.numpy())
     return out.to(x.dtype)

@@ -20,6 +20,7 @@ from recurra.ops.cpu.vectors import (
     get,
     load,
     mul,
+    prefetch,
     put,
     real,
     slot_at,
@@ -32,6 +33,7 @@ from recurra.ops.cpu.vectors import (
 
 _NO_LIMIT = (0.0, float("inf"))
 _CHANNELS = 256  # channels of a Mamba-1 unit
+_AHEAD = 8  # rows of a head's state that are asked for before their turn
 
 
 @kernel
@@ -73,15 +75,22 @@ def update_channels(state: int, x: int, dt: int, A: int, B: int, C: int, y: int,
 
 
 @kernel
-def update_head(state: int, x: int, dt: Any, A: Any, B: int, C: int, y: int, P: int, N: int) -> None:
-    """Mamba-2: the same for the P rows of a head, which share dt and A (the vectors hold one value)."""
+def update_head(
+    state: int, x: int, dt: Any, A: Any, B: int, C: int, y: int, P: int, N: int, following: int
+) -> None:
+    """Mamba-2: the same for the P rows of a head, which share dt and A (the vectors hold one value).
+
+    ``following`` is what the thread will probably read next; nothing depends on it but time.
+    """
     decay = exp(mul(dt, A))
     whole = N - N % LANES
     for p in range(P):
         dx = mul(dt, splat(get(x + 4 * p)))
         sums = splat(0.0)
         row = state + 4 * p * N
+        ahead = row + 4 * _AHEAD * N if p + _AHEAD < P else following + 4 * (p + _AHEAD - P) * N
         for n in range(0, whole, LANES):
+            prefetch(ahead + 4 * n)
             new = fma(decay, load(row + 4 * n), mul(dx, load(B + 4 * n)))
             store(row + 4 * n, new)
             sums = fma(new, load(C + 4 * n), sums)
@@ -161,7 +170,9 @@ def _job2(args: int, control: int, rank: int) -> None:
             state = word(args, 4) + slot_at(word(args, 7), s) * word(args, 5) + 4 * h * P * N
             g = 4 * (h // per_group) * N
             B, C = word(args, 13) + s * word(args, 14) + g, word(args, 15) + s * word(args, 16) + g
-            update_head(state, x, dt, splat(get(word(args, 12) + 4 * h)), B, C, y, P, N)
+            # The next head in memory, whoever takes it: the threads' second-level caches are small beside states.
+            following = state + 4 * P * N
+            update_head(state, x, dt, splat(get(word(args, 12) + 4 * h)), B, C, y, P, N, following)
             D_step = word(args, 18)
             skip = D + 4 * (h * P if D_step else h) if D else 0
             skip_and_gate(y, x, skip, D_step, z + s * word(args, 26) + 4 * h * P if z else 0, P)

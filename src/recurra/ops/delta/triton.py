@@ -2,7 +2,37 @@
 
 from __future__ import annotations
 
-from recurra.ops.delta.triton_chunk import gated_delta_rule_varlen
+from torch import Tensor
+
+from recurra.ops.delta.triton_chunk import gated_delta_rule_varlen as _by_any_decay
 from recurra.ops.delta.triton_update import gated_delta_rule_update
+from recurra.types import Chunks
 
 __all__ = ["gated_delta_rule_update", "gated_delta_rule_varlen"]
+
+
+def gated_delta_rule_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    state: Tensor,
+    cu_seqlens: Tensor,
+    slots: Tensor,
+    has_state: Tensor,
+    chunks: Chunks,
+    *,
+    scale: float,
+    qk_l2norm: bool,
+) -> Tensor:
+    """See :class:`recurra.ops.delta.GatedDeltaRuleVarlen`.
+
+    One decay a head is spread over the channels: on an H200 with Triton 3.6 the kernels' own form for it
+    failed its tests where the form by channel passed (docs/lab-notes/delta.md).
+    """
+    if g.dim() == 2:
+        g = g[:, :, None].expand(*g.shape, k.shape[2])
+    return _by_any_decay(
+        q, k, v, g, beta, state, cu_seqlens, slots, has_state, chunks, scale=scale, qk_l2norm=qk_l2norm
+    )

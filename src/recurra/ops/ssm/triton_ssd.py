@@ -292,7 +292,7 @@ class _Tiles:
             return cls(64, 64, 64, 64 if state_size <= 64 else 128, False)
 
         def fit(size: int, most: int) -> int:
-            return min(max(16, triton.next_power_of_2(size)), most)
+            return min(max(16, int(triton.next_power_of_2(size))), most)
 
         return cls(fit(chunk, 32), fit(head_dim, 32), fit(state_size, 32), fit(state_size, 64), True)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import os
 import pickle
 import random
 import tracemalloc
@@ -16,7 +17,7 @@ import torch
 from fakes import FakeModel, fake_engine, poison_slots, run, run_dry
 
 from recurra.engine.loading import end_ids
-from recurra.errors import QueueFullError, RequestError
+from recurra.errors import QueueFullError, RecurraError, RequestError
 from recurra.sampling_params import SamplingParams
 from recurra.types import CompletionOutput
 
@@ -384,3 +385,13 @@ def test_nothing_left_to_choose_is_an_error_of_its_own() -> None:
     done = run(fake_engine(model), {"x": [1]}, params)["x"].outputs[0]
     assert done.finish_reason == "error"
     assert "leave no token" in str(done.error)
+
+
+def test_a_forked_process_is_refused_not_left_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = fake_engine()
+    engine.add_request("x", [5, 6], SamplingParams(max_tokens=2))
+    monkeypatch.setattr(os, "getpid", lambda: -1)
+    with pytest.raises(RecurraError, match="spawn"):
+        engine.step()
+    monkeypatch.undo()
+    assert run_dry(engine)["x"].finished

@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from functools import partial
 
@@ -24,6 +25,7 @@ from recurra.engine.runner import Runner, StepResult
 from recurra.engine.sampler import Sampler
 from recurra.engine.scheduler import Plan, Scheduler, Snapshot
 from recurra.engine.warmup import warm_up
+from recurra.errors import RecurraError
 from recurra.sampling_params import SamplingParams
 from recurra.types import PromptInput, RequestOutput, Sequence
 
@@ -72,6 +74,7 @@ class LLMEngine:
         self.scheduler = Scheduler(self.limits, self.slots, self.runner.release)
         self._book = OutputBook(end_ids(parts), parts.tokenizer)
         self._counters = Counters()
+        self._process = os.getpid()
 
     def add_request(
         self, request_id: str, prompt: PromptInput, params: SamplingParams | None = None, priority: int = 0
@@ -117,7 +120,11 @@ class LLMEngine:
         """Compute one step of everything that has room, and return what changed.
 
         Outputs are cumulative; each request has exactly one with ``finished``.
+
+        Raises:
+            RecurraError: in a process that was forked after the engine was made.
         """
+        self._refuse_forked_process()
         plan = self.scheduler.schedule()
         if plan:
             self._note_start(plan)
@@ -126,6 +133,14 @@ class LLMEngine:
             snapshots = self._save_for_waiting(plan, result, ended)
             self.scheduler.commit(plan, result.tokens, ended, snapshots)
         return self._book.drain()
+
+    def _refuse_forked_process(self) -> None:
+        """Operators' threads don't survive a fork; a step in the child would wait for them for ever."""
+        if os.getpid() != self._process:
+            raise RecurraError(
+                f"this engine belongs to process {self._process} and can't run in its fork {os.getpid()}; "
+                'make the engine in the child, or start it with multiprocessing\'s "spawn" method.'
+            )
 
     def stats(self) -> EngineStats:
         """Load and counters."""

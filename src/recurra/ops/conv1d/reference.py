@@ -6,12 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from recurra.ops.precision import wide
 from recurra.types import Chunks
-
-
-def wide(*tensors: Tensor) -> torch.dtype:
-    """float64 if any tensor is, else float32: what a reference computes in."""
-    return torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
 
 
 def causal_conv1d_varlen(

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from recurra.ops.conv1d.reference import wide
 from recurra.ops.delta import NORM_EPS, check_shapes
+from recurra.ops.precision import wide
 from recurra.types import Chunks
 
 

@@ -6,15 +6,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-
-def _wide(x: Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
+from recurra.ops.precision import wide
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     """See :class:`recurra.ops.norm.RMSNorm`."""
-    wide = x.to(_wide(x))
-    y = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    x_wide = x.to(wide(x))
+    y = x_wide * torch.rsqrt(x_wide.square().mean(-1, keepdim=True) + eps)
     return (y if weight is None else y * weight.to(y.dtype)).to(x.dtype)
 
 
@@ -28,12 +26,12 @@ def rms_norm_gated(
     norm_before_gate: bool = False,
 ) -> Tensor:
     """See :class:`recurra.ops.norm.RMSNormGated`."""
-    wide = x.to(_wide(x))
-    gate = None if z is None else F.silu(z.to(wide.dtype))
+    x_wide = x.to(wide(x))
+    gate = None if z is None else F.silu(z.to(x_wide.dtype))
     if gate is not None and not norm_before_gate:
-        wide = wide * gate
-    grouped = wide.reshape(*wide.shape[:-1], -1, group_size)
-    y = (grouped * torch.rsqrt(grouped.square().mean(-1, keepdim=True) + eps)).reshape(wide.shape)
+        x_wide = x_wide * gate
+    grouped = x_wide.reshape(*x_wide.shape[:-1], -1, group_size)
+    y = (grouped * torch.rsqrt(grouped.square().mean(-1, keepdim=True) + eps)).reshape(x_wide.shape)
     y = y * weight.to(y.dtype)
     if gate is not None and norm_before_gate:
         y = y * gate

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from recurra.ops.conv1d import reference
+from recurra.ops.precision import wide
 from recurra.types import Chunks
 
 
@@ -21,7 +22,7 @@ def short_conv_varlen(
     chunks: Chunks,
 ) -> Tensor:
     """See :class:`recurra.ops.short_conv.ShortConvVarlen`."""
-    dtype = reference.wide(x, weight)
+    dtype = wide(x, weight)
     u = (B * x).to(dtype)
     y = reference.causal_conv1d_varlen(
         u, weight, bias, conv_state, cu_seqlens, slots, has_state, chunks, silu=False
@@ -33,6 +34,6 @@ def short_conv_update(
     x: Tensor, B: Tensor, C: Tensor, weight: Tensor, bias: Tensor | None, conv_state: Tensor, slots: Tensor
 ) -> Tensor:
     """See :class:`recurra.ops.short_conv.ShortConvUpdate`."""
-    dtype = reference.wide(x, weight)
+    dtype = wide(x, weight)
     y = reference.causal_conv1d_update((B * x).to(dtype), weight, bias, conv_state, slots, silu=False)
     return (C.to(dtype) * y).to(x.dtype)

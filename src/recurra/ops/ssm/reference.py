@@ -6,13 +6,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from recurra.ops.precision import wide
 from recurra.types import Chunks
 
 _NO_LIMIT = (0.0, float("inf"))
-
-
-def _wide(*tensors: Tensor) -> torch.dtype:
-    return torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
 
 
 def _step_size(
@@ -42,7 +39,7 @@ def selective_state_update(
     dt_limit: tuple[float, float] = _NO_LIMIT,
 ) -> Tensor:
     """See :class:`recurra.ops.ssm.SelectiveStateUpdate`."""
-    dtype = _wide(x, ssm_state, A)
+    dtype = wide(x, ssm_state, A)
     index = slots.long()
     state = ssm_state[index].to(dtype)
     dt = _step_size(dt, dt_bias, dt_softplus, dt_limit, dtype)
@@ -163,7 +160,7 @@ def _scan(
         if bounds[s] == bounds[s + 1]:
             continue
         # The carried state stays wide between tokens; it is rounded once, at the sequence's end.
-        state = ssm_state[slot : slot + 1].to(_wide(x, ssm_state, A)).clone()
+        state = ssm_state[slot : slot + 1].to(wide(x, ssm_state, A)).clone()
         if not has_state[s]:
             state = torch.zeros_like(state)
         for t in range(bounds[s], bounds[s + 1]):

@@ -114,12 +114,10 @@ def prefill(engine: LLMEngine, count: int, length: int, device: torch.device) ->
 def measure(name: str, args: argparse.Namespace, rate: float, device: torch.device) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(MODELS[name]))
-        start = time.perf_counter()
         llm = LLM(
             folder, device=args.device, dtype=args.dtype, load_format="dummy", skip_tokenizer_init=True,
             max_num_seqs=max(args.batches), max_num_batched_tokens=8192,
         )  # fmt: skip
-        ready = time.perf_counter() - start
     engine = llm.llm_engine
     distinct = gate(llm)
     engine.reset_stats()
@@ -142,7 +140,6 @@ def measure(name: str, args: argparse.Namespace, rate: float, device: torch.devi
             "work": "prefill", "shape": f"{count} x {length}", "ms": round(ms, 2),
             "tokens_per_s": round(count * length / ms * 1e3),
         })  # fmt: skip
-    rows.append(common | {"work": "start", "shape": "dummy weights to ready", "ms": round(ready * 1e3)})
     for row in rows:
         print(json.dumps(row), flush=True)
     return rows

@@ -93,9 +93,9 @@ def _varlen_kernel(
         for j in tl.static_range(W):
             position = t + j  # in the window, of the input that tap j of row t reads
             in_window = (position < W - 1)[:, None]
-            u = tl.load(window[None, :] + position[:, None], mask=ok & in_window & kept, other=0.0)
+            held = tl.load(window[None, :] + position[:, None], mask=ok & in_window & kept, other=0.0)
             w = tl.load(weight + c * weight_row + j, mask=c_ok, other=0.0)
-            acc += u.to(tl.float32) * w.to(tl.float32)[None, :]
+            acc += held.to(tl.float32) * w.to(tl.float32)[None, :]
         end = tl.load(cu_seqlens + seq + 1).to(tl.int64)
         i = tl.arange(0, WP)
         source = (end - (W - 1) + i)[None, :]

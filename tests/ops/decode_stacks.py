@@ -7,8 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.functional import linear as _plain_linear
 
 from recurra.ops.conv1d import reference as conv1d
 from recurra.ops.decode_stack import Mamba1Weights, Mamba2Weights, StackWeights
@@ -16,6 +16,15 @@ from recurra.ops.norm import reference as norm
 from recurra.ops.ssm import reference as ssm
 
 States = tuple[tuple[Tensor, Tensor], ...]
+
+#: ``x @ weight.T + bias``, its sums in some order.
+LinearOrder = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+
+
+def shuffled_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """The same product with its sums in a random order: as right as any other in a given format."""
+    order = torch.randperm(x.shape[-1])
+    return _plain_linear(x[..., order].contiguous(), weight[..., order].contiguous(), bias)
 
 
 def _matrix(rows: int, columns: int, dtype: torch.dtype) -> Tensor:
@@ -119,23 +128,27 @@ def _wide(thing: Any, dtype: torch.dtype) -> Any:
     return type(thing)(**values)
 
 
-def _mamba1(w: Mamba1Weights, x: Tensor, conv: Tensor, state: Tensor, slots: Tensor) -> Tensor:
+def _mamba1(
+    w: Mamba1Weights, x: Tensor, conv: Tensor, state: Tensor, slots: Tensor, linear: LinearOrder
+) -> Tensor:
     inner, N = w.A.shape
     rank = w.dt_proj.shape[1]
-    u, z = F.linear(x, w.in_proj, w.in_proj_bias).split([inner, inner], dim=-1)
+    u, z = linear(x, w.in_proj, w.in_proj_bias).split([inner, inner], dim=-1)
     u = conv1d.causal_conv1d_update(u, w.conv_weight, w.conv_bias, conv, slots, silu=True)
-    dt, B, C = F.linear(u, w.x_proj).split([rank, N, N], dim=-1)
+    dt, B, C = linear(u, w.x_proj, None).split([rank, N, N], dim=-1)
     if w.bcdt_norm_eps is not None:
         dt, B, C = (norm.rms_norm(t, None, w.bcdt_norm_eps) for t in (dt, B, C))
     y = ssm.selective_state_update(
-        state, u, F.linear(dt, w.dt_proj), w.A, B, C, w.D, z, w.dt_bias, slots, dt_softplus=True
+        state, u, linear(dt, w.dt_proj, None), w.A, B, C, w.D, z, w.dt_bias, slots, dt_softplus=True
     )
-    return F.linear(y, w.out_proj, w.out_proj_bias)
+    return linear(y, w.out_proj, w.out_proj_bias)
 
 
-def _mamba2(w: Mamba2Weights, x: Tensor, conv: Tensor, state: Tensor, slots: Tensor) -> Tensor:
+def _mamba2(
+    w: Mamba2Weights, x: Tensor, conv: Tensor, state: Tensor, slots: Tensor, linear: LinearOrder
+) -> Tensor:
     inner, shared = w.num_heads * w.head_dim, w.num_groups * w.state_size
-    z, u, dt = F.linear(x, w.in_proj, w.in_proj_bias).split([inner, inner + 2 * shared, w.num_heads], dim=-1)
+    z, u, dt = linear(x, w.in_proj, w.in_proj_bias).split([inner, inner + 2 * shared, w.num_heads], dim=-1)
     u = conv1d.causal_conv1d_update(u, w.conv_weight, w.conv_bias, conv, slots, silu=True)
     u, B, C = u.split([inner, shared, shared], dim=-1)
     heads, groups = (w.num_heads, w.head_dim), (w.num_groups, w.state_size)
@@ -144,14 +157,21 @@ def _mamba2(w: Mamba2Weights, x: Tensor, conv: Tensor, state: Tensor, slots: Ten
         w.dt_bias, slots, dt_softplus=True, dt_limit=w.dt_limit,
     ).flatten(1)  # fmt: skip
     y = norm.rms_norm_gated(y, z, w.gated_norm, w.gated_norm_eps, w.gated_norm_group)
-    return F.linear(y, w.out_proj, w.out_proj_bias)
+    return linear(y, w.out_proj, w.out_proj_bias)
 
 
-def compose(weights: StackWeights, states: States, ids: Tensor, slots: Tensor, dtype: torch.dtype) -> Tensor:
+def compose(
+    weights: StackWeights,
+    states: States,
+    ids: Tensor,
+    slots: Tensor,
+    dtype: torch.dtype,
+    linear: LinearOrder = _plain_linear,
+) -> Tensor:
     """The step, operator by operator, everything in ``dtype``; states (in ``dtype``) are updated in place."""
     x = weights.embedding.to(dtype)[ids]
     for block, (conv, state) in zip(weights.blocks, states, strict=True):
         w = _wide(block, dtype)
         mixer = _mamba1 if isinstance(block, Mamba1Weights) else _mamba2
-        x = x + mixer(w, norm.rms_norm(x, w.norm, w.norm_eps), conv, state, slots)
+        x = x + mixer(w, norm.rms_norm(x, w.norm, w.norm_eps), conv, state, slots, linear)
     return norm.rms_norm(x, weights.final_norm.to(dtype), weights.final_norm_eps)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from decode_stacks import States, compose, copy, mamba1_block, mamba2_block, pool, stack
+from decode_stacks import States, compose, copy, mamba1_block, mamba2_block, pool, shuffled_linear, stack
 from torch import Tensor
 
 from recurra.errors import ConfigError
@@ -36,45 +36,37 @@ def _inputs(weights: StackWeights, S: int) -> tuple[Tensor, Tensor, States]:
     return ids, slots, pool(weights, S + 4, slots.tolist())
 
 
-def _steps(
-    weights: StackWeights, states: States, tokens: list[Tensor], slots: Tensor, dtype: torch.dtype | None
-) -> list[Tensor]:
-    """Outputs of some steps: compiled when dtype is None, else composed in that dtype."""
-    if dtype is None:
-        run = build_decode_stack(weights, states, 2)
-        return [run(ids, slots) for ids in tokens]
-    return [compose(weights, states, ids, slots, dtype) for ids in tokens]
-
-
-def _error(got: list[Tensor], truth: list[Tensor]) -> float:
-    return max(float((g.double() - t).norm() / t.norm()) for g, t in zip(got, truth, strict=True))
-
-
-def _ratios(case: str, dtype: torch.dtype, seed: int) -> list[float]:
-    """Errors of three steps over plain PyTorch's float32 error: the outputs, then each used state."""
-    torch.manual_seed(seed)
-    weights = _stack(case, dtype, blocks={"mamba1": 3, "mamba2": 1}.get(case, 2))
-    ids, slots, states = _inputs(weights, {"mamba1": 33, "mamba2": 8, "falcon": 3}.get(case, 5))
-    tokens = [ids, ids.flip(0), ids]
-    plain, exact = copy(states), copy(states, torch.float64)
-    truth = _steps(weights, exact, tokens, slots, torch.float64)
-    bound = _error(_steps(weights, plain, tokens, slots, torch.float32), truth)
-    ratios = [_error(_steps(weights, states, tokens, slots, None), truth) / bound]
-    used = slots.long()
-    for mine, theirs, true in zip(states, plain, exact, strict=True):
-        for a, b, t in zip(mine, theirs, true, strict=True):
-            ratios.append(float((a[used] - t[used]).norm() / ((b[used] - t[used]).norm() + 1e-30)))
-            free = [s for s in range(a.shape[0]) if s not in used.tolist()]
-            assert a[free].isnan().all()
-    return ratios
+def _spread(mine: Tensor, truth: Tensor) -> float:
+    return float((mine.double() - truth).norm() / truth.norm())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("case", list(CASES))
-def test_as_exact_as_the_composition(case: str, dtype: torch.dtype) -> None:
-    """The median over seeds: a single tiny stack can have one ill-conditioned row that decides its error."""
-    ratios = torch.tensor([_ratios(case, dtype, seed) for seed in range(7)])
-    assert ratios.median(0).values.max() <= 2
+@pytest.mark.parametrize("seed", [9, 13])
+def test_as_exact_as_the_composition(case: str, dtype: torch.dtype, seed: int) -> None:
+    """Outputs of three steps and every used state: at most twice plain PyTorch's float32 error.
+
+    One order of summing can be lucky by a factor of four on stacks this small, so plain PyTorch is asked in
+    several, and its worst counts.
+    """
+    torch.manual_seed(seed)
+    weights = _stack(case, dtype, blocks={"mamba1": 3, "mamba2": 1}.get(case, 2))
+    ids, slots, states = _inputs(weights, {"mamba1": 33, "mamba2": 8, "falcon": 3}.get(case, 5))
+    tokens, used = [ids, ids.flip(0), ids], slots.long()
+    exact, plain = copy(states, torch.float64), [copy(states) for _ in range(5)]
+    truth = [compose(weights, exact, t, slots, torch.float64) for t in tokens]
+    run = build_decode_stack(weights, states, 2)
+    mine = [run(t, slots) for t in tokens]
+    theirs = [[compose(weights, p, t, slots, torch.float32, shuffled_linear) for t in tokens] for p in plain]
+    bound = max(_spread(out, t) for outs in theirs for out, t in zip(outs, truth, strict=True))
+    assert max(_spread(out, t) for out, t in zip(mine, truth, strict=True)) <= 2 * bound
+    free = [s for s in range(states[0][0].shape[0]) if s not in used.tolist()]
+    for layer, pair in enumerate(states):
+        for which, state in enumerate(pair):
+            true = exact[layer][which][used]
+            bound = max(_spread(p[layer][which][used], true) for p in plain)
+            assert _spread(state[used], true) <= 2 * bound + 1e-30
+            assert state[free].isnan().all()
 
 
 @pytest.mark.parametrize("case", ["falcon", "mamba2_odd"])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import subprocess
 import sys
-from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -27,7 +26,8 @@ class World:
         self.slots = SlotAllocator(slots)
         self.ended: list[Sequence] = []
         self.scheduler = Scheduler(SchedulerLimits(seqs, tokens, queue), self.slots, self._on_finish)
-        self.loaded: dict[Sequence, Any] = {}
+        self.forked: list[int] = []
+        self.saves = 0
 
     def _on_finish(self, sequence: Sequence) -> None:
         assert sequence.status is not Status.FINISHED, "ends once"
@@ -63,9 +63,18 @@ class World:
             if chunk.is_last:
                 new.extend(chunk.answers)
         ended = [s for s in new if len(s.output_ids) + 1 == s.request.params.max_tokens]
-        saved = {c.sequence.request.request_id for c in plan.prefill if c.is_last}
-        tokens = dict.fromkeys(new, 7)
-        self.scheduler.commit(plan, tokens, ended, {r: f"state of {r}" for r in saved})
+        self.scheduler.commit(plan, dict.fromkeys(new, 7), ended, self)
+
+    def fork(self, source: Sequence, target: Sequence) -> None:
+        assert source.request is target.request
+        assert source.status is target.status is Status.RUNNING, "its state is there"
+        assert target.num_computed == target.num_prompt == len(target.token_ids) - 1
+        self.forked.append(target.index)
+
+    def save(self, sequence: Sequence) -> str:
+        assert sequence.status is Status.RUNNING, "its state is there"
+        self.saves += 1
+        return f"state of {sequence.request.request_id}"
 
     def run_dry(self, most: int = 10_000) -> int:
         steps = 0
@@ -160,6 +169,38 @@ def test_answers_of_a_started_request_come_before_later_requests() -> None:
     world.add("second", answer=3)
     world.run_dry()
     assert world.ended[-1].request.request_id == "second"
+
+
+def test_answers_that_find_slots_are_forked_and_only_the_others_need_a_snapshot() -> None:
+    world = World(slots=4, seqs=4)
+    world.add("many", prompt=5, answer=3, n=6)
+    world.step()
+    assert (world.forked, world.saves) == ([1, 2, 3], 1)
+    assert [s.index for s in world.step().decode] == [0, 1, 2, 3]
+    assert [s.index for s, _ in world.step().restores] == []
+    assert [s.index for s, _ in world.step().restores] == [4, 5]
+    world.run_dry()
+    assert (world.forked, world.saves) == ([1, 2, 3], 1)
+
+
+def test_a_fork_takes_no_slot_from_a_request_that_is_before_it() -> None:
+    world = World(slots=2, seqs=2)
+    world.add("many", prompt=32, answer=3, n=3, priority=1)  # fills two steps
+    world.step()
+    world.add("urgent", answer=3, priority=0)
+    world.step()
+    assert world.forked == [], "the queue's head is before it"
+    assert names(world.scheduler.schedule()) == ["urgent"]
+
+
+def test_an_answer_that_outlives_the_first_one_keeps_its_state() -> None:
+    world = World(slots=3, seqs=3)
+    world.add("many", answer=3, n=2)
+    plan = world.scheduler.schedule()
+    (chunk,) = plan.prefill
+    world.scheduler.commit(plan, dict.fromkeys(chunk.answers, 7), [chunk.sequence], world)
+    assert world.forked == [1], "forked while the first one had its slot: fork() looks"
+    world.run_dry()
 
 
 def test_a_prompt_is_computed_once_whatever_n() -> None:

@@ -21,13 +21,13 @@ from recurra.engine.loading import Parts, Progress, end_ids, load
 from recurra.engine.metrics import Counters, EngineStats
 from recurra.engine.outputs import OutputBook
 from recurra.engine.prompts import make_request, spell_out
-from recurra.engine.runner import Runner, StepResult
+from recurra.engine.runner import Runner
 from recurra.engine.sampler import Sampler
-from recurra.engine.scheduler import Plan, Scheduler, Snapshot
+from recurra.engine.scheduler import Plan, Scheduler
 from recurra.engine.warmup import warm_up
 from recurra.errors import RecurraError
 from recurra.sampling_params import SamplingParams
-from recurra.types import PromptInput, RequestOutput, Sequence
+from recurra.types import PromptInput, RequestOutput
 
 
 class LLMEngine:
@@ -130,8 +130,7 @@ class LLMEngine:
             self._note_start(plan)
             result = self.runner.run(plan)
             ended = self._book.update(result)
-            snapshots = self._save_for_waiting(plan, result, ended)
-            self.scheduler.commit(plan, result.tokens, ended, snapshots)
+            self.scheduler.commit(plan, result.tokens, ended, self.runner)
         return self._book.drain()
 
     def _refuse_forked_process(self) -> None:
@@ -172,15 +171,6 @@ class LLMEngine:
             self._counters.prompt_tokens += chunk.length
             if chunk.start == 0:
                 self._book.scheduled(chunk.sequence.request.request_id)
-
-    def _save_for_waiting(self, plan: Plan, result: StepResult, ended: list[Sequence]) -> dict[str, Snapshot]:
-        """Keep the state after a prompt for answers 2 to n, which start when they get a slot."""
-        snapshots: dict[str, Snapshot] = {}
-        gone = set(ended)
-        for chunk in plan.prefill:
-            if chunk.is_last and any(a in result.tokens and a not in gone for a in chunk.answers[1:]):
-                snapshots[chunk.sequence.request.request_id] = self.runner.save(chunk.sequence)
-        return snapshots
 
 
 def _no_text(token_id: int) -> None:

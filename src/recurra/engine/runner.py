@@ -74,6 +74,10 @@ class Runner:
         self._choose(plan, step, hidden, result)
         return result
 
+    def fork(self, source: Sequence, target: Sequence) -> None:
+        """Copy the state of one sequence into the slot of another."""
+        self.pool.fork(source.slot, target.slot)
+
     def save(self, sequence: Sequence) -> Tensor:
         """A copy of a sequence's state, kept in the host's memory so that waiting answers take none
         of the GPU's."""

@@ -2,10 +2,11 @@
 
 A sequence is *waiting* (queued, no slot), *prefilling* or *decoding* (both hold a slot), or finished.
 Slots never run out: what finds none free waits. Answers 2 to n of a request wait for the first one's
-prompt, take their first token from its logits, and join the queue with a snapshot of its state.
+prompt and take their first token from its logits. Those whose turn it is and who find a slot then get a
+fork of its state; the others join the queue with a snapshot of it.
 
 >>> plan = scheduler.schedule()
->>> scheduler.commit(plan, tokens, finished, snapshots)
+>>> scheduler.commit(plan, tokens, finished, states)
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from recurra.cache.alloc import SlotAllocator
 from recurra.config.scheduler import SchedulerLimits
@@ -22,6 +23,16 @@ from recurra.types import SCRATCH_SLOT, Request, Sequence, Status
 
 #: A saved state, opaque here.
 Snapshot = Any
+
+
+class States(Protocol):
+    """What can be done with the state of a sequence that holds a slot."""
+
+    def fork(self, source: Sequence, target: Sequence) -> None:
+        """Copy the state of one into the slot of another."""
+
+    def save(self, sequence: Sequence) -> Snapshot:
+        """Copy a state out, where it takes no slot."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,7 +221,7 @@ class Scheduler:
         plan: Plan,
         tokens: Mapping[Sequence, int],
         finished: Collection[Sequence],
-        snapshots: Mapping[str, Snapshot],
+        states: States,
     ) -> None:
         """Record what a step did; nothing is recorded for sequences aborted since it was planned.
 
@@ -218,8 +229,7 @@ class Scheduler:
             plan: what :meth:`schedule` returned last.
             tokens: the new token of each sequence that got one.
             finished: sequences that end with this step.
-            snapshots: by request id, the state after a prompt that was completed in this step and whose
-                further answers still need it.
+            states: copies the state after a prompt for the further answers that still need it.
         """
         for sequence in plan.decode:
             if sequence.status is Status.RUNNING:
@@ -230,12 +240,13 @@ class Scheduler:
         for sequence, token in tokens.items():
             if sequence.status is not Status.FINISHED:
                 sequence.token_ids.append(token)
+        ended = set(finished)
+        for chunk in plan.prefill:
+            if chunk.is_last:  # before anybody ends: the first answer's state may be about to go
+                self._spread(chunk, [a for a in chunk.answers[1:] if a not in ended], states)
         for sequence in finished:
             if sequence.status is not Status.FINISHED:
                 self._finish(sequence)
-        for chunk in plan.prefill:
-            if chunk.is_last:
-                self._enqueue_answers(chunk, snapshots)
         self.check(plan)
 
     def check(self, plan: Plan | None = None) -> None:
@@ -274,37 +285,65 @@ class Scheduler:
             del self._prefilling[chunk.sequence]
             self._decoding[chunk.sequence] = None
 
-    def _enqueue_answers(self, chunk: PrefillChunk, snapshots: Mapping[str, Snapshot]) -> None:
-        for answer in chunk.answers[1:]:
-            if answer.status is not Status.FINISHED:
-                answer.num_computed = chunk.end
-                self._enqueue(answer, snapshots[answer.request.request_id])
+    def _spread(self, chunk: PrefillChunk, answers: list[Sequence], states: States) -> None:
+        """Give the state after a prompt to its further answers: into a slot, or into the queue."""
+        snapshot: Snapshot = None
+        for answer in answers:
+            if answer.status is Status.FINISHED:
+                continue
+            answer.num_computed = chunk.end
+            if snapshot is None and self._is_next(answer):
+                self._hold(answer, self._decoding)
+                states.fork(chunk.sequence, answer)
+                continue
+            if snapshot is None:
+                snapshot = states.save(chunk.sequence)
+            self._enqueue(answer, snapshot)
 
     # ---- the queue ----
 
-    def _enqueue(self, sequence: Sequence, snapshot: Snapshot) -> None:
+    def _entry(self, sequence: Sequence, snapshot: Snapshot) -> _Entry:
         request = sequence.request
         order = self._live[request.request_id].order
-        heapq.heappush(self._queue, _Entry(request.priority, order, sequence.index, sequence, snapshot))
+        return _Entry(request.priority, order, sequence.index, sequence, snapshot)
+
+    def _enqueue(self, sequence: Sequence, snapshot: Snapshot) -> None:
+        heapq.heappush(self._queue, self._entry(sequence, snapshot))
         self._queued += 1
         self._queued_new += snapshot is None
 
+    def _has_room(self) -> bool:
+        """There is a slot and a row for one more."""
+        return self.slots.num_free > 0 and self.num_running < self.limits.max_num_seqs
+
     def _can_admit(self) -> bool:
-        """Somebody waits, and there is a slot and a row for it."""
-        return self._queued > 0 and self.slots.num_free > 0 and self.num_running < self.limits.max_num_seqs
+        """Somebody waits, and there is room."""
+        return self._queued > 0 and self._has_room()
+
+    def _is_next(self, answer: Sequence) -> bool:
+        """There is room for a further answer, and nobody in the queue is before it."""
+        self._drop_finished()
+        return self._has_room() and not (self._queue and self._queue[0] < self._entry(answer, None))
 
     def _admit(self) -> _Entry:
         """Give the first in the queue a slot."""
+        self._drop_finished()
         entry = heapq.heappop(self._queue)
-        while entry.sequence.status is Status.FINISHED:
-            entry = heapq.heappop(self._queue)
         self._queued -= 1
         self._queued_new -= entry.snapshot is None
-        entry.sequence.slot = self.slots.allocate()
-        entry.sequence.status = Status.RUNNING
-        running = self._prefilling if entry.snapshot is None else self._decoding
-        running[entry.sequence] = None
+        self._hold(entry.sequence, self._prefilling if entry.snapshot is None else self._decoding)
         return entry
+
+    def _hold(self, sequence: Sequence, running: dict[Sequence, None]) -> None:
+        """Give a sequence a slot and its place among those that run."""
+        sequence.slot = self.slots.allocate()
+        sequence.status = Status.RUNNING
+        running[sequence] = None
+
+    def _drop_finished(self) -> None:
+        """Take entries of finished sequences off the head of the queue."""
+        while self._queue and self._queue[0].sequence.status is Status.FINISHED:
+            heapq.heappop(self._queue)
 
     def _compact(self) -> None:
         """Drop entries of finished sequences once they are the greater part."""

@@ -14,7 +14,7 @@ from typing import Any
 from llvmlite import ir
 from numba import types
 
-from recurra.ops.cpu.jit import address, f32, i32, i64, instruction, kernel, pointer
+from recurra.ops.cpu.jit import f32, i32, i64, instruction, kernel, pointer
 from recurra.ops.cpu.vectors import (
     BF16,
     F16,
@@ -43,8 +43,9 @@ _WIDTH = {F32: 4, BF16: 2, F16: 2}
 
 _int = types.int64
 #: w, bytes of a weight row, weight rows, x, bytes of an x row, batch rows, k, y, bytes of a y row, scratch,
-#: address that the thread will probably read next
-PRODUCT = types.void(*[_int] * 11)
+#: address that the thread will probably read next, whether scratch is as the thread's last product of the
+#: same rows of x left it
+PRODUCT = types.void(*[_int] * 12)
 
 
 def _load_all(builder: Any, rows: list[Any], kind: int, lanes_mask: Any) -> list[Any]:
@@ -213,9 +214,10 @@ def _next_tile(w: int, ws: int, i: int, m: int, following: int) -> int:
 
 
 def product_f32(
-    w: int, ws: int, m: int, x: int, xs: int, s: int, k: int, y: int, ys: int, scratch: int, following: int
-) -> None:
-    """Float32 weights; see :data:`PRODUCT` for the arguments, of which scratch is unused."""
+    w: int, ws: int, m: int, x: int, xs: int, s: int, k: int, y: int, ys: int, scratch: int, following: int,
+    ready: int,
+) -> None:  # fmt: skip
+    """Float32 weights; see :data:`PRODUCT` for the arguments, of which scratch and ready are unused."""
     for i in range(0, m - m % ROWS, ROWS):
         then = _next_tile(w, ws, i, m, following)
         _f32_tile(w + i * ws, ws, x, xs, s, k, y + i * 4, ys, then, ROWS * 4 * k)
@@ -242,9 +244,23 @@ def _widen_f16(w: int, k: int, out: int) -> None:
         store_first(out + 4 * whole, load_f16_first(w + 2 * whole, k - whole), k - whole)
 
 
+@kernel
+def few_rows_bf16(w: int, ws: int, m: int, x: int, xs: int, s: int, k: int, y: int, ys: int) -> None:
+    """Some bfloat16 weight rows without a scratch: what a larger tile leaves over."""
+    for i in range(0, m - m % ROWS, ROWS):
+        for j in range(0, s - s % COLUMNS, COLUMNS):
+            _bf16_83(w + i * ws, ws, x + j * xs, xs, k, y + j * ys + i * 4, ys, 0)
+        for j in range(s - s % COLUMNS, s):
+            _bf16_81(w + i * ws, ws, x + j * xs, xs, k, y + j * ys + i * 4, ys, 0)
+    for i in range(m - m % ROWS, m):
+        for j in range(s):
+            _bf16_11(w + i * ws, ws, x + j * xs, xs, k, y + j * ys + i * 4, ys, 0)
+
+
 def product_bf16(
-    w: int, ws: int, m: int, x: int, xs: int, s: int, k: int, y: int, ys: int, scratch: int, following: int
-) -> None:
+    w: int, ws: int, m: int, x: int, xs: int, s: int, k: int, y: int, ys: int, scratch: int, following: int,
+    ready: int,
+) -> None:  # fmt: skip
     """Bfloat16 weights; scratch holds 8 * k float32."""
     for i in range(0, m - m % ROWS, ROWS):
         then = _next_tile(w, ws, i, m, following)
@@ -264,8 +280,9 @@ def product_bf16(
 
 
 def product_f16(
-    w: int, ws: int, m: int, x: int, xs: int, s: int, k: int, y: int, ys: int, scratch: int, following: int
-) -> None:
+    w: int, ws: int, m: int, x: int, xs: int, s: int, k: int, y: int, ys: int, scratch: int, following: int,
+    ready: int,
+) -> None:  # fmt: skip
     """Float16 weights; scratch holds 8 * k float32."""
     for i in range(0, m - m % ROWS, ROWS):
         then = _next_tile(w, ws, i, m, following)
@@ -284,16 +301,12 @@ def product_f16(
             _f16_11(w + i * ws, ws, x + j * xs, xs, k, y + j * ys + i * 4, ys, 0)
 
 
-_PRODUCTS = {F32: product_f32, BF16: product_bf16, F16: product_f16}
+#: By the code of how weights are stored.
+PRODUCTS = {F32: product_f32, BF16: product_bf16, F16: product_f16}
 
 
-def product_address(kind: int) -> int:
-    """Address of the compiled product for weights stored as ``kind``."""
-    return address(_PRODUCTS[kind], PRODUCT)
-
-
-@instruction(types.void, (_int,) * 12)
+@instruction(types.void, (_int,) * 13)
 def call_product(builder: Any, function: Any, *arguments: Any) -> None:
     """Call a product by its address."""
-    kind = ir.FunctionType(ir.VoidType(), [i64] * 11)
+    kind = ir.FunctionType(ir.VoidType(), [i64] * 12)
     builder.call(builder.inttoptr(function, kind.as_pointer()), list(arguments))

@@ -96,6 +96,12 @@ def prefetch(builder: Any, address: Any) -> None:
     prefetch_at(builder, address, 3)
 
 
+@instruction(types.void, (_int,))
+def prefetch_second(builder: Any, address: Any) -> None:
+    """The same, no nearer than the second-level cache: for more than the first one holds."""
+    prefetch_at(builder, address, 2)
+
+
 @instruction(f32x16, (_int,))
 def load(builder: Any, address: Any) -> Any:
     """Sixteen float32 at an address."""

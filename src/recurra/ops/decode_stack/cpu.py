@@ -14,7 +14,7 @@ from recurra.ops.decode_stack import DecodeStack, Mamba1Weights, Mamba2Weights, 
 from recurra.ops.decode_stack import cpu_common as words
 from recurra.ops.decode_stack.cpu_mamba1 import mamba1_step
 from recurra.ops.decode_stack.cpu_mamba2 import mamba2_step
-from recurra.ops.linear.cpu import KINDS, chunk_rows, matrix_words
+from recurra.ops.linear.cpu import KINDS, chunk_rows, fits_tiles, matrix_words, scratch_row
 
 _Weights = Mamba1Weights | Mamba2Weights
 States = tuple[tuple[Tensor, Tensor], ...]
@@ -109,13 +109,20 @@ class CpuDecodeStack:
         self._final_eps = float(weights.final_norm_eps)
         self._num_slots = states[0][0].shape[0]
         self._widths = [max(column) for column in zip(*(b.widths for b in self._blocks), strict=True)]
-        hidden = self._embedding.shape[1]
-        self._scratch = torch.zeros(pool.num_threads, 8 * max(hidden, self._widths[2]))
+        self._tiled = all(fits_tiles(w.in_proj) and fits_tiles(w.out_proj) for w in weights.blocks)
         self._buffers = self._allocate(1)
+        self._scratch = self._allocate_scratch(1)
 
     def _allocate(self, batch: int) -> list[Tensor]:
         hidden, (wide, narrow, mixed) = self._embedding.shape[1], self._widths
         return [torch.zeros(batch, width) for width in (hidden, hidden, wide, narrow, mixed, mixed)]
+
+    def _chunk_rows(self, columns: int, batch: int) -> int:
+        return chunk_rows(columns, batch, self._tiled, self._pool.num_threads)
+
+    def _allocate_scratch(self, batch: int) -> Tensor:
+        columns = max(self._embedding.shape[1], self._widths[2])
+        return torch.zeros(self._pool.num_threads, scratch_row(batch, columns), dtype=torch.uint8)
 
     def _check(self, token_ids: Tensor, slots: Tensor) -> None:
         vocabulary = self._embedding.shape[0]
@@ -138,6 +145,7 @@ class CpuDecodeStack:
         self._check(token_ids, slots)
         if self._buffers[0].shape[0] < batch:
             self._buffers = self._allocate(batch)
+            self._scratch = self._allocate_scratch(batch)
         residual, normed, wide, narrow, steps, mixed = self._buffers
         arguments = table(
             batch, hidden, token_ids.data_ptr(), slots.data_ptr(), self._embedding.data_ptr(),
@@ -145,7 +153,7 @@ class CpuDecodeStack:
             self._final_eps, out.data_ptr(), residual.data_ptr(), normed.data_ptr(), wide.data_ptr(),
             pointer_of(narrow), steps.data_ptr(), mixed.data_ptr(), self._scratch.data_ptr(),
             row_bytes(self._scratch), len(self._blocks), self._table.data_ptr(), 4 * self._widths[0],
-            4 * self._widths[1], chunk_rows(hidden, batch), max(8, chunk_rows(self._widths[2], batch)),
+            4 * self._widths[1], self._chunk_rows(hidden, batch), self._chunk_rows(self._widths[2], batch),
             self._pool.num_threads,
         )  # fmt: skip
         self._pool.run(self._job, arguments.numpy())

@@ -113,7 +113,7 @@ def chunk_of(matrix: int, rows: int, rank: int) -> int:
 
 
 @kernel
-def project_out(step: int, block: int, rank: int, chunk: int, last: int) -> None:
+def project_out(step: int, block: int, rank: int, chunk: int, last: int, ready: int) -> None:
     """Rows of the out projection, added to the residual; ``last``: whether no block follows."""
     S, hidden, rows = word(step, BATCH), word(step, HIDDEN), word(step, OUT_STEP)
     matrix = block + 8 * OUT_PROJ
@@ -124,7 +124,9 @@ def project_out(step: int, block: int, rank: int, chunk: int, last: int) -> None
     columns = word(matrix, 4)
     out = word(step, NORMED) + 4 * first
     scratch = word(step, SCRATCH) + rank * word(step, SCRATCH_BYTES)
-    multiply(matrix, first, rows, word(step, MIXED), 4 * columns, S, out, 4 * hidden, scratch, following)
+    multiply(
+        matrix, first, rows, word(step, MIXED), 4 * columns, S, out, 4 * hidden, scratch, following, ready
+    )
     for s in range(S):
         for c in range(0, rows, LANES):
             at = 4 * (s * hidden + c)
@@ -138,8 +140,10 @@ def end_block(step: int, control: int, rank: int, ticket: int, base: int, block:
     blocks = word(step, BLOCK_TABLE)
     row = blocks + 8 * BLOCK_WORDS * block
     chunks = (word(step, HIDDEN) + word(step, OUT_STEP) - 1) // word(step, OUT_STEP)
+    ready = 0
     while ticket < base + chunks:
-        project_out(step, row, rank, ticket - base, int(block + 1 == word(step, BLOCKS)))
+        project_out(step, row, rank, ticket - base, int(block + 1 == word(step, BLOCKS)), ready)
+        ready = 1
         ticket = finish(control)
     base += chunks
     wait_done(control, base)

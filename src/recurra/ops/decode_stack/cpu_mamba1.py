@@ -56,19 +56,21 @@ from recurra.ops.linear.cpu import multiply
 from recurra.ops.norm.cpu import norm_group
 from recurra.ops.ssm.cpu_update import clear, skip_and_gate, step_sizes, update_channels
 
-_X_ROWS = 8  # rows of an x projection's chunk
+_X_ROWS = 16  # rows of an x projection's chunk
 _CHANNELS = 32  # channels of a chunk of the recurrence
 
 
 @kernel
-def _project_in(step: int, block: int, scratch: int, rank: int, chunk: int) -> None:
+def _project_in(step: int, block: int, scratch: int, rank: int, chunk: int, ready: int) -> None:
     S, hidden, rows, inner = word(step, BATCH), word(step, HIDDEN), word(step, IN_STEP), word(block, INNER)
     wide, wide_bytes = word(step, WIDE), word(step, WIDE_BYTES)
     first = chunk * rows
     matrix = block + 8 * IN_PROJ
     following = chunk_after(step, matrix, first, rows, chunk_of(block + 8 * X_PROJ, _X_ROWS, rank))
     rows, out = min(rows, 2 * inner - first), wide + 4 * first
-    multiply(matrix, first, rows, word(step, NORMED), 4 * hidden, S, out, wide_bytes, scratch, following)
+    multiply(
+        matrix, first, rows, word(step, NORMED), 4 * hidden, S, out, wide_bytes, scratch, following, ready
+    )
     count, W = min(rows, inner - first), word(block, CONV_WIDTH)
     if count > 0:
         weight, bias = word(block, CONV_WEIGHT) + 4 * first * W, word(block, CONV_BIAS)
@@ -82,7 +84,7 @@ def _project_in(step: int, block: int, scratch: int, rank: int, chunk: int) -> N
 
 
 @kernel
-def _project_x(step: int, block: int, scratch: int, rank: int, chunk: int) -> None:
+def _project_x(step: int, block: int, scratch: int, rank: int, chunk: int, ready: int) -> None:
     matrix = block + 8 * X_PROJ
     first = chunk * _X_ROWS
     following = chunk_after(step, matrix, first, _X_ROWS, chunk_of(block + 8 * STEP_PROJ, _CHANNELS, rank))
@@ -90,7 +92,7 @@ def _project_x(step: int, block: int, scratch: int, rank: int, chunk: int) -> No
     out = word(step, NARROW) + 4 * first
     multiply(
         matrix, first, rows, word(step, WIDE), word(step, WIDE_BYTES), word(step, BATCH), out,
-        word(step, NARROW_BYTES), scratch, following,
+        word(step, NARROW_BYTES), scratch, following, ready,
     )  # fmt: skip
 
 
@@ -104,7 +106,7 @@ def _norm_bcdt(step: int, block: int, s: int) -> None:
 
 
 @kernel
-def _recur(step: int, block: int, scratch: int, rank: int, chunk: int) -> None:
+def _recur(step: int, block: int, scratch: int, rank: int, chunk: int, ready: int) -> None:
     S, inner, N, rank = word(step, BATCH), word(block, INNER), word(block, STATE), word(block, RANK)
     narrow, narrow_bytes = word(step, NARROW), word(step, NARROW_BYTES)
     c = chunk * _CHANNELS
@@ -112,7 +114,9 @@ def _recur(step: int, block: int, scratch: int, rank: int, chunk: int) -> None:
     steps = word(step, STEPS) + 4 * c
     following = chunk_of(block + 8 * OUT_PROJ, word(step, OUT_STEP), rank)
     following = chunk_after(step, block + 8 * STEP_PROJ, c, _CHANNELS, following)
-    multiply(block + 8 * STEP_PROJ, c, count, narrow, narrow_bytes, S, steps, 4 * inner, scratch, following)
+    multiply(
+        block + 8 * STEP_PROJ, c, count, narrow, narrow_bytes, S, steps, 4 * inner, scratch, following, ready
+    )
     bias, A, D = word(block, STEP_BIAS), word(block, A_MATRIX), word(block, SKIP)
     for s in range(S):
         y = word(step, MIXED) + 4 * (s * inner + c)
@@ -133,14 +137,18 @@ def _block(step: int, control: int, rank: int, ticket: int, base: int, index: in
     block = word(step, BLOCK_TABLE) + 8 * BLOCK_WORDS * index
     scratch = word(step, SCRATCH) + rank * word(step, SCRATCH_BYTES)
     chunks = (2 * word(block, INNER) + word(step, IN_STEP) - 1) // word(step, IN_STEP)
+    ready = 0
     while ticket < base + chunks:
-        _project_in(step, block, scratch, rank, ticket - base)
+        _project_in(step, block, scratch, rank, ticket - base, ready)
+        ready = 1
         ticket = finish(control)
     base += chunks
     wait_done(control, base)
     chunks = (word(block, RANK) + 2 * word(block, STATE) + _X_ROWS - 1) // _X_ROWS
+    ready = 0
     while ticket < base + chunks:
-        _project_x(step, block, scratch, rank, ticket - base)
+        _project_x(step, block, scratch, rank, ticket - base, ready)
+        ready = 1
         ticket = finish(control)
     base += chunks
     wait_done(control, base)
@@ -151,8 +159,10 @@ def _block(step: int, control: int, rank: int, ticket: int, base: int, index: in
         base += word(step, BATCH)
         wait_done(control, base)
     chunks = (word(block, INNER) + _CHANNELS - 1) // _CHANNELS
+    ready = 0
     while ticket < base + chunks:
-        _recur(step, block, scratch, rank, ticket - base)
+        _recur(step, block, scratch, rank, ticket - base, ready)
+        ready = 1
         ticket = finish(control)
     base += chunks
     wait_done(control, base)

@@ -66,7 +66,7 @@ def _state_of_chunk(step: int, block: int, chunk: int) -> int:
 
 
 @kernel
-def _project_in(step: int, block: int, rank: int, chunk: int) -> None:
+def _project_in(step: int, block: int, rank: int, chunk: int, ready: int) -> None:
     S, hidden, rows = word(step, BATCH), word(step, HIDDEN), word(step, IN_STEP)
     wide, wide_bytes = word(step, WIDE), word(step, WIDE_BYTES)
     matrix = block + 8 * IN_PROJ
@@ -75,8 +75,9 @@ def _project_in(step: int, block: int, rank: int, chunk: int) -> None:
     out, scratch = wide + 4 * first, word(step, SCRATCH) + rank * word(step, SCRATCH_BYTES)
     following = chunk_after(step, matrix, first, rows, _state_of_chunk(step, block, rank))
     multiply(
-        matrix, first, last - first, word(step, NORMED), 4 * hidden, S, out, wide_bytes, scratch, following
-    )
+        matrix, first, last - first, word(step, NORMED), 4 * hidden, S, out, wide_bytes, scratch, following,
+        ready,
+    )  # fmt: skip
     inner, W = word(block, HEADS) * word(block, HEAD_DIM), word(block, CONV_WIDTH)
     begin_conv = max(first, inner)  # rows are z, then x, B and C, then dt
     count = min(last, 2 * inner + 2 * word(block, GROUPS) * word(block, STATE)) - begin_conv
@@ -132,8 +133,10 @@ def _block(step: int, control: int, rank: int, ticket: int, base: int, index: in
     S = word(step, BATCH)
     block = word(step, BLOCK_TABLE) + 8 * BLOCK_WORDS * index
     chunks = (word(block + 8 * IN_PROJ, 3) + word(step, IN_STEP) - 1) // word(step, IN_STEP)
+    ready = 0
     while ticket < base + chunks:
-        _project_in(step, block, rank, ticket - base)
+        _project_in(step, block, rank, ticket - base, ready)
+        ready = 1
         ticket = finish(control)
     base += chunks
     wait_done(control, base)

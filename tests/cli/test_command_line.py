@@ -55,6 +55,22 @@ def test_starts_quickly_and_without_torch(arguments: list[str]) -> None:
     assert min(times) < 1.0
 
 
+def test_no_command_needs_torch_for_its_help_or_for_a_wrong_flag() -> None:
+    code = (
+        "import sys\nfrom recurra.cli import main\n"
+        "heavy = ('torch', 'numpy', 'numba', 'triton', 'transformers', 'tokenizers', 'fastapi')\n"
+        "for name in sys.argv[1:]:\n"
+        "    assert main([name, '--help']) == 0\n"
+        "    assert main([name, '--no-such-flag']) == 2\n"
+        "    loaded = [package for package in heavy if package in sys.modules]\n"
+        "    assert not loaded, (name, loaded)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, *COMMANDS], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
 def test_module_is_the_command() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "recurra", "--version"], capture_output=True, text=True, check=False

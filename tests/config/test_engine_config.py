@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from recurra.config.engine import EngineConfig, ModelFacts, resolve, settle_slots
+from recurra.config.engine import EngineConfig
 from recurra.config.mamba import MambaBackendEnum
 from recurra.config.scheduler import DEFAULT_MAX_MODEL_LEN
+from recurra.config.settle import ModelFacts, resolve, settle_slots
 from recurra.device import Device, detect
 from recurra.errors import ConfigError
 

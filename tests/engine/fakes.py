@@ -15,7 +15,8 @@ from torch import Tensor
 
 from recurra.cache.pool import slot_bytes
 from recurra.cache.spec import ConvSSM, StateSpec, TensorSpec
-from recurra.config.engine import EngineConfig, ModelFacts, resolve, settle_slots
+from recurra.config.engine import EngineConfig
+from recurra.config.settle import ModelFacts, resolve, settle_slots
 from recurra.device import detect
 from recurra.engine.engine import LLMEngine
 from recurra.engine.loading import Parts

@@ -15,7 +15,8 @@ from recurra.cli.flags import engine_flags, switch, takes
 from recurra.cli.running import engine_config, show_warnings
 
 if TYPE_CHECKING:
-    from recurra.config.engine import EngineConfig, Settled
+    from recurra.config.engine import EngineConfig
+    from recurra.config.settle import Settled
     from recurra.device import Device
     from recurra.models import ModelConfig
     from recurra.ops import Ops
@@ -95,7 +96,7 @@ def explain(
 
 
 def _operators(config: EngineConfig, device: Device) -> Ops:
-    from recurra.config.engine import ModelFacts, resolve
+    from recurra.config.settle import ModelFacts, resolve
     from recurra.ops import build
 
     settled = resolve(config, ModelFacts(None, None), device)
@@ -106,7 +107,7 @@ def _model(config: EngineConfig, device: Device) -> tuple[Ops, ModelCost]:
     """Operators and cost of a checkpoint, from its configuration alone."""
     from pathlib import Path
 
-    from recurra.config.engine import ModelFacts, resolve
+    from recurra.config.settle import ModelFacts, resolve
     from recurra.engine.loading import load_tokenizer
     from recurra.models import read_config
     from recurra.ops import build
@@ -123,7 +124,7 @@ def _cost(
     config: EngineConfig, facts: ModelConfig, settled: Settled, ops: Ops, tokenizer: bool, chat_template: bool
 ) -> ModelCost:
     from recurra.cache.pool import slot_bytes
-    from recurra.config.engine import settle_slots
+    from recurra.config.settle import settle_slots
     from recurra.engine.loading import free_state_bytes
     from recurra.models import skeleton
 

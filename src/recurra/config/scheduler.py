@@ -12,7 +12,7 @@ DEFAULT_MAX_MODEL_LEN = 1 << 20
 
 
 class SchedulerSettings(BaseModel):
-    """Scheduling keywords of ``LLM(...)``; None asks :func:`recurra.config.engine.resolve` to choose.
+    """Scheduling keywords of ``LLM(...)``; None asks :func:`recurra.config.settle.resolve` to choose.
 
     Attributes:
         max_model_len: most tokens of one request, prompt and answer.

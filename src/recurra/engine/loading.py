@@ -9,8 +9,9 @@ from pathlib import Path
 import torch
 
 from recurra.cache.pool import slot_bytes
-from recurra.config.engine import EngineConfig, ModelFacts, Settled, resolve, settle_slots
+from recurra.config.engine import EngineConfig
 from recurra.config.scheduler import SchedulerLimits
+from recurra.config.settle import ModelFacts, Settled, resolve, settle_slots
 from recurra.device import Device, detect
 from recurra.engine.tokenizer import Tokenizer
 from recurra.errors import ConfigError

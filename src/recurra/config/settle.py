@@ -1,0 +1,202 @@
+"""What becomes of the settings on a device: everything chosen, or refused before weights are read.
+
+>>> settled = resolve(EngineConfig(model="checkpoints/mamba2-130m"), ModelFacts(torch.float32), detect("cpu"))
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+import torch
+
+from recurra.config.engine import EngineConfig
+from recurra.config.mamba import MambaBackendEnum, MambaConfig
+from recurra.config.scheduler import DEFAULT_MAX_MODEL_LEN, SchedulerLimits
+from recurra.device import Device
+from recurra.errors import ConfigError
+
+log = logging.getLogger("recurra")
+
+DTYPES = {
+    "float32": torch.float32,
+    "float": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "half": torch.float16,
+}
+_DTYPE_NAMES = '"auto", "float32", "bfloat16" or "float16"'
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What settings depend on in a checkpoint, known before its weights are read.
+
+    Attributes:
+        dtype: the checkpoint's own precision, or None if it doesn't say.
+        max_length: a hard limit of the model in tokens; None for pure recurrent models.
+        ssm_dtype: precision of SSM states that the checkpoint insists on, or None.
+    """
+
+    dtype: torch.dtype | None
+    max_length: int | None = None
+    ssm_dtype: torch.dtype | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """The settings after the device and the checkpoint had their say; nothing is left to choose.
+
+    But for the numbers of sequences and slots: :func:`settle_slots` does that once the size of a state
+    and the free memory are known.
+    """
+
+    device: Device
+    backend: str | None
+    prefill_backend: str | None
+    weight_dtype: torch.dtype
+    act_dtype: torch.dtype
+    conv_dtype: torch.dtype
+    ssm_dtype: torch.dtype
+    max_model_len: int
+
+
+def resolve(config: EngineConfig, model: ModelFacts, device: Device) -> Settled:
+    """Settle everything that needs no weights, or refuse it now.
+
+    Raises:
+        ConfigError: a setting that can't work here; it names a value that would.
+    """
+    _refuse_not_offered(config)
+    mamba = config.mamba_config or MambaConfig()
+    weight_dtype = _weight_dtype(config.dtype, model.dtype, device)
+    # CPU kernels and the reference widen weights as they read them and compute in float32.
+    reference = mamba.backend is MambaBackendEnum.REFERENCE
+    act_dtype = torch.float32 if device.type == "cpu" or reference else weight_dtype
+    settled = Settled(
+        device=device,
+        backend=mamba.backend.value if mamba.backend else None,
+        prefill_backend=mamba.prefill_backend.value if mamba.prefill_backend else None,
+        weight_dtype=weight_dtype,
+        act_dtype=act_dtype,
+        conv_dtype=_conv_dtype(config.mamba_cache_dtype, act_dtype),
+        ssm_dtype=_ssm_dtype(config.mamba_ssm_cache_dtype, model.ssm_dtype),
+        max_model_len=_max_model_len(config.max_model_len, model.max_length),
+    )
+    if mamba.enable_stochastic_rounding and settled.ssm_dtype is torch.float32:
+        raise ConfigError(
+            "enable_stochastic_rounding", True, "float32 states are not rounded.",
+            "Leave it False.",
+        )  # fmt: skip
+    return settled
+
+
+def _refuse_not_offered(config: EngineConfig) -> None:
+    refusals = (
+        ("enable_prefix_caching", config.enable_prefix_caching, False),
+        ("speculative_config", config.speculative_config, None),
+        ("quantization", config.quantization, None),
+        ("tensor_parallel_size", config.tensor_parallel_size, 1),
+    )
+    for name, value, works in refusals:
+        if value != works:
+            raise ConfigError(name, value, "not offered yet.", f"Use {name}={works!r}.")
+
+
+def _weight_dtype(asked: str, checkpoint: torch.dtype | None, device: Device) -> torch.dtype:
+    if asked == "auto":
+        dtype = checkpoint if checkpoint in DTYPES.values() else torch.float32
+        assert dtype is not None
+    elif asked in DTYPES:
+        dtype = DTYPES[asked]
+    else:
+        raise ConfigError("dtype", asked, "not a precision of weights.", f"Use {_DTYPE_NAMES}.")
+    if dtype is torch.bfloat16 and device.type == "cuda" and device.capability < (8, 0):
+        if asked == "auto":
+            log.warning("%s has no bfloat16: the weights are held in float16", device.name)
+            return torch.float16
+        raise ConfigError("dtype", asked, f"{device.name} has no bfloat16.", 'Use dtype="float16".')
+    return dtype
+
+
+def _conv_dtype(asked: str, act_dtype: torch.dtype) -> torch.dtype:
+    if asked == "auto" or DTYPES.get(asked) is act_dtype:
+        return act_dtype
+    name = str(act_dtype).removeprefix("torch.")
+    raise ConfigError(
+        "mamba_cache_dtype", asked, "windows are held in the precision of the activations.",
+        f'Use "auto" or "{name}".',
+    )  # fmt: skip
+
+
+def _ssm_dtype(asked: str, checkpoint: torch.dtype | None) -> torch.dtype:
+    if asked == "auto" and checkpoint not in (None, torch.float32):
+        log.warning(
+            "the checkpoint asks for %s states; they are held in float32, which loses nothing", checkpoint
+        )
+    if asked in ("auto", "float32", "float"):
+        return torch.float32
+    raise ConfigError(
+        "mamba_ssm_cache_dtype", asked, "states in this precision are not offered yet.",
+        'Use "auto" or "float32".',
+    )  # fmt: skip
+
+
+def _max_model_len(asked: int | None, hard_limit: int | None) -> int:
+    if hard_limit is not None:
+        if asked is not None and asked > hard_limit:
+            raise ConfigError(
+                "max_model_len", asked, f"the model ends at {hard_limit} tokens.",
+                f"Use at most {hard_limit}.",
+            )  # fmt: skip
+        return asked or hard_limit
+    if asked is None:
+        log.info(
+            "max_model_len is %d: a recurrent model has no limit of its own, so this one is generous; "
+            "set max_model_len to change it",
+            DEFAULT_MAX_MODEL_LEN,
+        )
+    return asked or DEFAULT_MAX_MODEL_LEN
+
+
+DEFAULT_NUM_SEQS = {"cpu": 32, "cuda": 256}
+DEFAULT_BATCHED_TOKENS = {"cpu": 1024, "cuda": 8192}
+
+
+def settle_slots(
+    config: EngineConfig, device: Device, bytes_per_slot: int, free_bytes: int
+) -> tuple[SchedulerLimits, int]:
+    """Choose how many states are held, and with them how many sequences run at once.
+
+    Args:
+        bytes_per_slot: one sequence's states over all layers.
+        free_bytes: what states may take beside the weights.
+
+    Returns:
+        the scheduler's limits and the number of slots.
+
+    Raises:
+        ConfigError: not even one state fits, or ``num_state_slots`` asks for more than fit.
+    """
+    fit = free_bytes // bytes_per_slot - 1  # one row is the scratch slot
+    if fit < 1:
+        raise ConfigError(
+            "num_state_slots", config.num_state_slots,
+            f"no state fits: one takes {bytes_per_slot} bytes (and one more is scratch), "
+            f"{max(free_bytes, 0)} are free.",
+            "Free memory, or raise gpu_memory_utilization.",
+        )  # fmt: skip
+    slots = config.num_state_slots
+    if slots is not None and slots > fit:
+        raise ConfigError("num_state_slots", slots, f"only {fit} states fit.", f"Use at most {fit}.")
+    wanted = config.max_num_seqs or DEFAULT_NUM_SEQS[device.type]
+    slots = slots or min(wanted, fit)
+    if slots < wanted:
+        if config.max_num_seqs is not None:
+            log.warning(
+                "max_num_seqs=%d is more than the %d state slots: %d sequences run at once, others wait",
+                wanted, slots, slots,
+            )  # fmt: skip
+        wanted = slots
+    tokens = config.max_num_batched_tokens or max(DEFAULT_BATCHED_TOKENS[device.type], wanted)
+    return SchedulerLimits(wanted, tokens, config.max_queue_len), slots

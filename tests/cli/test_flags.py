@@ -22,6 +22,7 @@ from recurra.cli.flags import (
 from recurra.config.engine import EngineConfig
 from recurra.config.mamba import MambaBackendEnum, MambaConfig
 from recurra.config.server import ServerConfig
+from recurra.errors import RequestError
 from recurra.sampling_params import SamplingParams
 
 
@@ -127,11 +128,23 @@ def test_server_flags(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_sampling_flags_take_other_defaults() -> None:
     group = sampling_flags(("n",), max_tokens=99)
-    assert parse(group) == SamplingParams(max_tokens=99)
+    assert parse(group).params({}) == SamplingParams(max_tokens=99)
     given = parse(
         group, "--max-tokens", "5", "--stop", "a", "--stop-token-ids", "3", "--logit-bias", '{"7": -3}'
     )
-    assert given == SamplingParams(max_tokens=5, stop=["a"], stop_token_ids=[3], logit_bias={7: -3})
+    expected = SamplingParams(max_tokens=5, stop=["a"], stop_token_ids=[3], logit_bias={7: -3})
+    assert given.params({}) == expected
+
+
+def test_the_models_sampling_defaults_stand_between_flags_and_the_commands_own() -> None:
+    group = sampling_flags(("n",), max_tokens=99, temperature=0.8)
+    model = {"temperature": 0.3, "top_p": 0.9}
+    settled = parse(group, "--top-p", "1").params(model)
+    assert (settled.temperature, settled.top_p, settled.max_tokens) == (0.3, 1.0, 99)
+    assert parse(group, "--temperature", "0").params(model).greedy
+    assert parse(group, "--max-tokens", "2").params({"min_tokens": 5}).min_tokens == 2
+    with pytest.raises(RequestError, match="temperature"):
+        parse(group, "--temperature", "-1")
 
 
 def test_a_command_keeps_its_own_parameters() -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 import sys
 from pathlib import Path
 
 import pytest
-from cli_support import Run
+from cli_support import Result, Run
 
 from recurra.cli import running
 from recurra.cli.running import Interrupt, Speed, TextStream, ending
@@ -24,6 +25,43 @@ def expected(chat_model: Path) -> str:
 
     params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
     return LLM(str(chat_model)).generate("A state", params, use_tqdm=False)[0].outputs[0].text
+
+
+@pytest.fixture
+def careful_model(chat_model: Path, tmp_path: Path) -> Path:
+    """The same model with sampling defaults of its own: greedy, five tokens."""
+    folder = tmp_path / "careful"
+    shutil.copytree(chat_model, folder)
+    own = {"do_sample": False, "max_new_tokens": 5}
+    (folder / "generation_config.json").write_text(json.dumps(own))
+    return folder
+
+
+def _answer_ids(result: Result) -> list[int]:
+    ids: list[int] = json.loads(result.out)["outputs"][0]["token_ids"]
+    return ids
+
+
+def test_the_models_defaults_hold_until_a_flag_or_none(run: Run, careful_model: Path) -> None:
+    ask = ("generate", careful_model, "-p", "A state", "--ignore-eos", "--json")
+    greedy = run(*ask)
+    assert "defaults of the model: max_tokens 5, temperature 0" in greedy.err
+    assert len(_answer_ids(greedy)) == 5
+    assert _answer_ids(run(*ask)) == _answer_ids(greedy)
+    assert _answer_ids(run(*ask, "--max-tokens", 3)) == _answer_ids(greedy)[:3]
+    drawn = ("--temperature", 50, "--seed", 1)
+    assert _answer_ids(run(*ask, *drawn)) != _answer_ids(greedy)
+    free = run(*ask, "--generation-config", "none", *drawn)
+    assert len(_answer_ids(free)) == 256
+    assert "defaults of the model" not in free.err
+
+
+def test_a_bad_default_is_named(run: Run, careful_model: Path) -> None:
+    (careful_model / "generation_config.json").write_text('{"temperature": "hot"}')
+    for command in (("generate", careful_model, "-p", "x"), ("explain", careful_model)):
+        result = run(*command)
+        assert result.code == 1
+        assert "generation_config.json: temperature must be a number, got 'hot'" in result.err
 
 
 def test_prompt_comes_from_a_flag_a_file_or_stdin(

@@ -45,6 +45,14 @@ def test_explain_counts_what_the_engine_holds(run: Run, chat_model: Path) -> Non
     assert (told["tokenizer"], told["chat_template"]) == (True, True)
 
 
+def test_explain_shows_the_models_sampling_defaults(run: Run) -> None:
+    shipped = Path(__file__).parents[2] / "models" / "recurra-tiny"
+    assert "temperature 0.7, top_p 0.9" in run("explain", shipped).out
+    told = json.loads(run("explain", shipped, "--json").out)["model"]["sampling_defaults"]
+    assert told == {"temperature": 0.7, "top_p": 0.9}
+    assert "none of its own" in run("explain", shipped, "--generation-config", "none").out
+
+
 def test_explain_shows_a_model_in_words(run: Run, ids_model: Path) -> None:
     text = run("explain", ids_model).out
     assert "Mamba2ForCausalLM" in text

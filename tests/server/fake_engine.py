@@ -56,6 +56,7 @@ class FakeConfig:
     max_model_len: int = 1000
     step_seconds: float = 0.0
     fail: str = ""
+    sampling_defaults: dict[str, Any] = field(default_factory=dict)
 
     def model_copy(self, update: dict[str, Any]) -> FakeConfig:
         return FakeConfig(**{**self.__dict__, **update})
@@ -101,6 +102,7 @@ class FakeEngine:
         self.config = config
         self.max_model_len = config.max_model_len
         self.model_config = SimpleNamespace(vocab_size=VOCABULARY, architecture="FakeForCausalLM")
+        self.sampling_defaults = config.sampling_defaults
         self.tokenizer = byte_tokenizer()
         self._waiting: deque[_Page] = deque()
         self._running: dict[str, _Page] = {}

@@ -8,6 +8,13 @@ import pytest
 from fastapi.testclient import TestClient
 from server_support import make_state, serving
 
+from recurra.sampling_params import SamplingParams
+from recurra.server.chat import engine_prompt
+from recurra.server.completions import Source, engine_prompts
+from recurra.server.messages import EngineInfo
+from recurra.server.protocol.chat import ChatRequest
+from recurra.server.protocol.completions import CompletionRequest
+
 
 def complete(client: TestClient, **body: Any) -> Any:
     reply = client.post("/v1/completions", json=body)
@@ -148,6 +155,23 @@ def test_fields_that_ask_for_nothing_pass(client: TestClient) -> None:
         client, prompt="a", suffix=None, best_of=1, user="me", tools=[], response_format={"type": "text"}
     )
     complete(client, prompt="a", n=2, best_of=2)
+
+
+def test_the_checkpoints_sampling_defaults_fill_what_a_request_leaves_out() -> None:
+    own: dict[str, float | int] = {"temperature": 0.6, "top_p": 0.9, "top_k": 20, "max_tokens": 77}
+    info = EngineInfo(258, 1000, None, "Fake", own)
+
+    def params(**fields: Any) -> SamplingParams:
+        body = CompletionRequest(prompt=[65], **fields)
+        (prompt,) = engine_prompts(body, [Source([65], "")], info, True)
+        return prompt.params
+
+    expected = SamplingParams(temperature=0.6, top_p=0.9, top_k=20, max_tokens=77)
+    assert params() == params(temperature=None) == expected
+    explicit = params(temperature=0.0, top_p=1.0, max_tokens=3)
+    assert explicit == SamplingParams(temperature=0.0, top_p=1.0, top_k=20, max_tokens=3)
+    chatting = ChatRequest(messages=[{"role": "user", "content": "x"}])  # type: ignore[list-item]
+    assert engine_prompt(chatting, [65], info, 4096).params == expected
 
 
 def test_without_a_tokenizer_ids_go_in_and_out() -> None:

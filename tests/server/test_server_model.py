@@ -23,6 +23,7 @@ TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}as
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Program]:
     folder = checkpoints.write_mamba2(tmp_path_factory.mktemp("model") / "tiny", tokenizer=True)
+    (folder / "generation_config.json").write_text('{"max_new_tokens": 9, "eos_token_id": 0}')
     settings = {"port": 0, "api_keys": [KEY], "served_model_name": ["tiny"], "restart_backoff": 0.05}
     engine = {
         "model": str(folder), "device": "cpu", "num_threads": 1, "max_num_seqs": 3, "max_queue_len": 4,
@@ -42,6 +43,20 @@ def client(server: Program) -> Iterator[openai.OpenAI]:
 def test_models(client: openai.OpenAI) -> None:
     assert [model.id for model in client.models.list()] == ["tiny"]
     assert client.models.retrieve("tiny").id == "tiny"
+
+
+def test_the_checkpoints_defaults_hold_until_a_request_names_the_field(client: openai.OpenAI) -> None:
+    def tokens(**fields: Any) -> int:
+        extra = {"ignore_eos": True}
+        answer = client.completions.create(model="tiny", prompt="A state", extra_body=extra, **fields)
+        assert answer.usage is not None
+        return answer.usage.completion_tokens
+
+    assert (tokens(), tokens(max_tokens=4), tokens(max_tokens=20)) == (9, 4, 20)
+    messages: Any = [{"role": "user", "content": "hello"}]
+    answer = client.chat.completions.create(model="tiny", messages=messages, extra_body={"ignore_eos": True})
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == 9
 
 
 def test_streamed_and_whole_completions_say_the_same(client: openai.OpenAI) -> None:

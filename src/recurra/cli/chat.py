@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from recurra.cli.console import note, write
 from recurra.cli.conversation import COMMANDS, Conversation, interpret
 from recurra.cli.failure import OK, error_line
-from recurra.cli.flags import Model, Quiet, engine_flags, sampling_flags, takes
+from recurra.cli.flags import Model, Quiet, Sampling, engine_flags, sampling_flags, takes
 from recurra.cli.reading import each_text, open_reader
 from recurra.cli.running import Speed, answer, ending, open_engine, seeded
 from recurra.errors import ConfigError, RequestError
@@ -31,7 +30,7 @@ def chat(
     *,
     system: str | None = None,
     quiet: Quiet = False,
-    sampling: SamplingParams,
+    sampling: Sampling,
     engine: dict[str, Any],
 ) -> int:
     """Talk with a model. /help inside lists what you can do.
@@ -42,7 +41,7 @@ def chat(
     """
     llm = open_engine(model, engine, quiet)
     _require_template(llm, model)
-    talk = Talk(llm, Conversation(model, system), sampling, quiet)
+    talk = Talk(llm, Conversation(model, system), sampling.params(llm.sampling_defaults), quiet)
     if sys.stdin.isatty() and not quiet:
         note(f"{model}, {llm.model_config.architecture}. /help lists commands, Ctrl-D leaves.")
     each_text(open_reader("> ", list(COMMANDS)), talk.turn)
@@ -81,7 +80,7 @@ class Talk:
         tokenizer = self.engine.tokenizer
         assert tokenizer is not None, "checked before the talk began"
         self.conversation.ask(question)
-        params = dataclasses.replace(self.params, seed=seeded(self.params))
+        params = seeded(self.params)
         try:
             prompt = tokenizer.chat(self.conversation.messages)
             output, _ = answer(self.engine, prompt, params, write)

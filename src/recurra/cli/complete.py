@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from recurra.cli.console import note, write
 from recurra.cli.failure import OK, error_line
-from recurra.cli.flags import Model, Quiet, engine_flags, sampling_flags, takes
+from recurra.cli.flags import Model, Quiet, Sampling, engine_flags, sampling_flags, takes
 from recurra.cli.reading import each_text, open_reader
 from recurra.cli.running import Speed, answer, ending, open_engine, seeded
 from recurra.errors import ConfigError, RequestError
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
     ),
     engine=engine_flags(("seed", "skip_tokenizer_init")),
 )
-def complete(model: Model, *, quiet: Quiet = False, sampling: SamplingParams, engine: dict[str, Any]) -> int:
+def complete(model: Model, *, quiet: Quiet = False, sampling: Sampling, engine: dict[str, Any]) -> int:
     """Continue whatever you type; an empty line goes on from where the model stopped.
 
     Args:
@@ -38,7 +37,8 @@ def complete(model: Model, *, quiet: Quiet = False, sampling: SamplingParams, en
         note(
             f"{model}, {llm.model_config.architecture}. Type a beginning; an empty line goes on. Ctrl-D leaves."
         )
-    each_text(open_reader("> "), Continuation(llm, sampling, quiet).turn)
+    params = sampling.params(llm.sampling_defaults)
+    each_text(open_reader("> "), Continuation(llm, params, quiet).turn)
     return OK
 
 
@@ -59,7 +59,7 @@ class Continuation:
         if not beginning:
             note("Type the beginning of a text.", self.quiet)
             return True
-        params = dataclasses.replace(self.params, seed=seeded(self.params))
+        params = seeded(self.params)
         try:
             if typed:
                 write(typed)

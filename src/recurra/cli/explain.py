@@ -35,6 +35,7 @@ class ModelCost:
         sequences: how many states fit in that.
         num_state_slots, max_num_seqs, max_model_len: what the engine would settle on.
         tokenizer, chat_template: whether the folder has them.
+        sampling_defaults: what its generation_config.json sets for requests that don't.
     """
 
     architecture: str
@@ -53,6 +54,7 @@ class ModelCost:
     max_model_len: int
     tokenizer: bool
     chat_template: bool
+    sampling_defaults: dict[str, Any]
 
 
 _WITHOUT_MODEL = "no model"
@@ -125,6 +127,7 @@ def _cost(
 ) -> ModelCost:
     from recurra.cache.pool import slot_bytes
     from recurra.config.settle import settle_slots
+    from recurra.engine.generation import read_sampling_defaults
     from recurra.engine.loading import free_state_bytes
     from recurra.models import skeleton
 
@@ -158,6 +161,7 @@ def _cost(
         max_model_len=settled.max_model_len,
         tokenizer=tokenizer,
         chat_template=chat_template,
+        sampling_defaults=read_sampling_defaults(config),
     )
 
 
@@ -209,6 +213,8 @@ def _choices(device: Device, ops: Ops) -> Table:
 
 
 def _summary(cost: ModelCost) -> Table:
+    from recurra.engine.generation import shown
+
     summary = Table("model", "", show_header=False, title="Model", title_justify="left")
     rows = {
         "architecture": cost.architecture,
@@ -221,6 +227,7 @@ def _summary(cost: ModelCost) -> Table:
         f"requests of up to {cost.max_model_len:,} tokens",
         "tokenizer": "yes" if cost.tokenizer else "none: token ids in and out",
         "chat template": "yes" if cost.chat_template else "none: give --chat-template to chat",
+        "sampling defaults": shown(cost.sampling_defaults) or "none of its own",
     }
     for name, text in rows.items():
         summary.add_row(name, text)

@@ -24,6 +24,7 @@ from pydantic import BaseModel, SecretStr, ValidationError
 
 from recurra.cli.failure import flag_name
 from recurra.errors import ConfigError
+from recurra.sampling_params import SamplingParams
 
 
 def switch(*names: str) -> Parameter:
@@ -75,11 +76,19 @@ class Flag:
 
 @dataclass(frozen=True, slots=True)
 class FlagGroup:
-    """Flags under one heading, and what is made of their values."""
+    """Flags under one heading, and what is made of their values.
+
+    Attributes:
+        title: the heading.
+        flags: in the order of the help.
+        build: makes an object of settings and values.
+        given_only: ``build`` gets no defaults, only what was given.
+    """
 
     title: str
     flags: tuple[Flag, ...]
     build: Callable[[dict[str, Any]], Any]
+    given_only: bool = False
 
     def parameters(self, argument: str, order: int) -> list[inspect.Parameter]:
         """The flags as keyword parameters of a command."""
@@ -102,7 +111,7 @@ class FlagGroup:
             if key in given:
                 value = given.pop(key)
                 values[flag.setting] = _parse_json(flag, value) if flag.is_json else value
-            elif flag.default is not None:
+            elif flag.default is not None and not self.given_only:
                 values[flag.setting] = flag.default
         return self.build(values)
 
@@ -275,12 +284,40 @@ def engine_flags(skip: tuple[str, ...] = ()) -> FlagGroup:
     return FlagGroup("Model and engine", (*own, *mamba), build)
 
 
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """What the command line says of sampling, until the model's own defaults are known.
+
+    Attributes:
+        given: fields whose flag was given.
+        own: the command's defaults of the other flags.
+    """
+
+    given: Mapping[str, Any]
+    own: Mapping[str, Any]
+
+    def params(self, model_defaults: Mapping[str, Any]) -> SamplingParams:
+        """Flags first, then the model's defaults, then the command's.
+
+        Raises:
+            RequestError: a field out of its range.
+        """
+        from recurra.engine.generation import merged
+
+        return SamplingParams(**merged({**self.own, **model_defaults}, self.given))
+
+
 def sampling_flags(skip: tuple[str, ...] = (), **defaults: Any) -> FlagGroup:
     """Every field of ``SamplingParams``."""
-    from recurra.sampling_params import SamplingParams
-
     flags = dataclass_flags(SamplingParams, skip, **defaults)
-    return FlagGroup("Sampling", tuple(flags), lambda values: SamplingParams(**values))
+    own = {flag.setting: flag.default for flag in flags if flag.default is not None}
+
+    def build(values: dict[str, Any]) -> Sampling:
+        SamplingParams(**{**own, **values})  # what can't work is refused before a model loads
+        return Sampling(values, own)
+
+    title = "Sampling (the model's generation_config.json goes before these defaults)"
+    return FlagGroup(title, tuple(flags), build, given_only=True)
 
 
 def server_flags() -> FlagGroup:

@@ -12,7 +12,7 @@ from cyclopts import Parameter
 
 from recurra.cli.console import note, write
 from recurra.cli.failure import FAILED, INTERRUPTED, OK, error_line
-from recurra.cli.flags import Model, Quiet, engine_flags, sampling_flags, switch, takes
+from recurra.cli.flags import Model, Quiet, Sampling, engine_flags, sampling_flags, switch, takes
 from recurra.cli.reading import from_stdin
 from recurra.cli.running import (
     Speed,
@@ -47,7 +47,7 @@ def generate(
     echo: Annotated[bool, switch()] = False,
     as_json: Annotated[bool, switch("--json")] = False,
     quiet: Quiet = False,
-    sampling: SamplingParams,
+    sampling: Sampling,
     engine: dict[str, Any],
 ) -> int:
     """Continue a prompt. The text streams to stdout, the speed goes to stderr.
@@ -66,15 +66,15 @@ def generate(
     prompts = _prompts(prompt, prompt_file, prompt_token_ids)
     if not all(prompts):
         raise ConfigError("prompt", "", "it is empty.", "Give at least one character, or a token id.")
-    sampling = dataclasses.replace(sampling, seed=seeded(sampling))
-    seed = {} if sampling.seed is None else {"seed": sampling.seed}
+    seed = {name: value for name, value in sampling.given.items() if name == "seed" and value is not None}
     llm = open_engine(model, engine | seed, quiet)
-    if len(prompts) == 1 and sampling.n == 1 and not as_json:
+    params = seeded(sampling.params(llm.sampling_defaults))
+    if len(prompts) == 1 and params.n == 1 and not as_json:
         if echo and isinstance(prompts[0], str):
             write(prompts[0])
-        outputs, stopped = _streamed(llm, prompts[0], sampling)
+        outputs, stopped = _streamed(llm, prompts[0], params)
     else:
-        outputs, stopped = _together(llm, prompts, sampling)
+        outputs, stopped = _together(llm, prompts, params)
         for output in outputs:
             write(_json_line(output) if as_json else _plain(output, llm.tokenizer is None, echo))
     return _close(outputs, stopped, quiet or as_json)

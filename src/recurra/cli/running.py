@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import logging
 import secrets
@@ -13,7 +14,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from recurra.cli.console import progress, stderr
+from recurra.cli.console import note, progress, stderr
 from recurra.errors import ConfigError
 from recurra.sampling_params import SamplingParams
 from recurra.types import CompletionOutput, PromptInput, RequestOutput
@@ -86,15 +87,20 @@ def open_engine(model: str, settings: dict[str, Any], quiet: bool) -> LLMEngine:
     with progress(quiet) as report:
         report("starting", 0, 0)
         from recurra.engine.engine import LLMEngine
+        from recurra.engine.generation import shown
 
         engine = LLMEngine(config, progress=report)
         engine.warm_up(report)
+    if engine.sampling_defaults:
+        note(f"[defaults of the model: {shown(engine.sampling_defaults)}]", quiet)
     return engine
 
 
-def seeded(params: SamplingParams) -> int | None:
-    """A seed for a request that brings none: each run of a command answers anew."""
-    return params.seed if params.seed is not None or params.greedy else secrets.randbits(31)
+def seeded(params: SamplingParams) -> SamplingParams:
+    """A seed for parameters that bring none: each answer of a command is a new one."""
+    if params.seed is not None or params.greedy:
+        return params
+    return dataclasses.replace(params, seed=secrets.randbits(31))
 
 
 @dataclass(slots=True)

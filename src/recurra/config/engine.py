@@ -33,6 +33,8 @@ class EngineConfig(SchedulerSettings, CacheSettings):
         tensor_parallel_size, quantization, speculative_config: not offered yet, refused.
         num_threads: CPU threads; None: all that the process may use.
         chat_template: template text or a file that holds it; None: the tokenizer's.
+        generation_config: "auto" takes sampling defaults from the checkpoint's generation_config.json,
+            "none" leaves it aside; or another folder with such a file.
 
     Raises:
         ConfigError: an unknown name (the nearest known one is suggested) or a value out of range.
@@ -54,6 +56,7 @@ class EngineConfig(SchedulerSettings, CacheSettings):
     speculative_config: dict[str, Any] | None = None
     num_threads: int | None = Field(default=None, ge=1, le=1024)
     chat_template: str | None = None
+    generation_config: str = "auto"
 
     def __init__(self, **settings: Any) -> None:
         try:

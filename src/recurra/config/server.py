@@ -27,8 +27,9 @@ class ServerConfig(BaseModel):
         max_prompts_per_call: prompts in one completions call.
         max_queue_len: requests that may wait before 429 is answered, where the engine's own setting
             names no limit; None: no limit.
-        default_chat_max_tokens: answer limit of a chat request that names none. A recurrent model has
-            no context limit that would end an endless answer, so there is one here; None removes it.
+        default_chat_max_tokens: answer limit of a chat request that names none, where the checkpoint's
+            generation_config.json names none either. A recurrent model has no context limit that would
+            end an endless answer, so there is one here; None removes it.
         unknown_fields: "refuse" answers 400 to a request field that nobody knows, as OpenAI does.
         shutdown_timeout: seconds that requests in flight get to finish after the first signal.
         engine_restart_limit: how often in a row an engine that ends within a minute is started again.

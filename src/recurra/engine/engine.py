@@ -44,6 +44,8 @@ class LLMEngine:
         max_model_len: most tokens of a request, prompt and answer.
         tokenizer: None: token ids in and out.
         ops: the operators and why each was chosen.
+        sampling_defaults: fields of ``SamplingParams`` that the checkpoint sets for callers who don't. They
+            are applied by the faces: ``params`` of :meth:`add_request` are taken as they are.
 
     Raises:
         ConfigError: a setting that can't work.
@@ -60,6 +62,7 @@ class LLMEngine:
         self.max_model_len = settled.max_model_len
         self.tokenizer = parts.tokenizer
         self.ops = parts.ops
+        self.sampling_defaults = dict(parts.sampling_defaults)
         device = settled.device.torch_device
         self.limits = parts.limits
         self.slots = SlotAllocator(parts.num_slots)

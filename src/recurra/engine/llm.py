@@ -50,6 +50,11 @@ class LLM:
         """The tokenizer, or None."""
         return self.llm_engine.tokenizer
 
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What answers a prompt that comes without parameters: the defaults that the checkpoint's
+        generation_config.json sets (unless ``generation_config="none"``), then those of SamplingParams."""
+        return SamplingParams(**self.llm_engine.sampling_defaults)
+
     def generate(
         self,
         prompts: PromptInput | Sequence[PromptInput],
@@ -62,7 +67,8 @@ class LLM:
         Args:
             prompts: one prompt or several; each is text, a list of token ids, or
                 ``{"prompt_token_ids": [...]}``.
-            sampling_params: for all, or one for each.
+            sampling_params: for all, or one for each; taken as they are. None: those of
+                :meth:`get_default_sampling_params`.
             use_tqdm: show a progress bar.
             priority: one for each prompt, lower first.
 
@@ -73,6 +79,8 @@ class LLM:
             RequestError: a prompt or its parameters can't be served; nothing was queued.
         """
         work = _as_list(prompts)
+        if sampling_params is None:
+            sampling_params = self.get_default_sampling_params()
         params = _params_for(sampling_params, len(work))
         priorities = list(priority) if priority is not None else [0] * len(work)
         if not all(isinstance(p, int) for p in priorities):
@@ -174,9 +182,9 @@ def _as_list(prompts: PromptInput | Sequence[PromptInput]) -> list[PromptInput]:
     return listed  # type: ignore[return-value]
 
 
-def _params_for(given: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
-    if given is None or isinstance(given, SamplingParams):
-        return [given or SamplingParams()] * count
+def _params_for(given: SamplingParams | Sequence[SamplingParams], count: int) -> list[SamplingParams]:
+    if isinstance(given, SamplingParams):
+        return [given] * count
     if isinstance(given, Mapping | str) or not all(isinstance(params, SamplingParams) for params in given):
         raise RequestError(
             f"sampling_params must be a SamplingParams, or a list of one for each prompt, got {given!r:.80}",

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -13,10 +15,13 @@ from recurra.config.engine import EngineConfig
 from recurra.config.scheduler import SchedulerLimits
 from recurra.config.settle import ModelFacts, Settled, resolve, settle_slots
 from recurra.device import Device, detect
+from recurra.engine.generation import read_sampling_defaults, shown
 from recurra.engine.tokenizer import Tokenizer
 from recurra.errors import ConfigError
 from recurra.models import CausalLM, ModelConfig, load_model, read_config, skeleton
 from recurra.ops import Ops, build
+
+log = logging.getLogger("recurra")
 
 #: Called with what is going on, how much is done, and of how much.
 Progress = Callable[[str, int, int], None]
@@ -37,6 +42,7 @@ class Parts:
         model: the weights, on the device.
         ops: the operators that the model was built with.
         tokenizer: None: token ids in and out.
+        sampling_defaults: fields of ``SamplingParams`` that the checkpoint sets for callers who don't.
     """
 
     settled: Settled
@@ -46,6 +52,7 @@ class Parts:
     model: CausalLM
     ops: Ops
     tokenizer: Tokenizer | None
+    sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
 
 
 def load(config: EngineConfig, progress: Progress | None = None) -> Parts:
@@ -62,6 +69,11 @@ def load(config: EngineConfig, progress: Progress | None = None) -> Parts:
     settled = resolve(config, facts, device)
     ops = build(device, settled.backend, settled.prefill_backend)
     tokenizer = load_tokenizer(config, model_config.vocab_size)
+    defaults = read_sampling_defaults(config)
+    if defaults:
+        log.info(
+            "sampling defaults of the model: %s (--generation-config none ignores them)", shown(defaults)
+        )
     limits, num_slots = _fit(config, model_config, settled, ops)
     torch.set_num_threads(device.num_threads)
     model = load_model(
@@ -76,7 +88,7 @@ def load(config: EngineConfig, progress: Progress | None = None) -> Parts:
         seed=config.seed,
         progress=progress,
     )
-    return Parts(settled, limits, num_slots, model_config, model, ops, tokenizer)
+    return Parts(settled, limits, num_slots, model_config, model, ops, tokenizer, defaults)
 
 
 def _fit(

@@ -32,6 +32,9 @@ def engine_prompt(
 ) -> Prompt:
     """What the engine is asked to do for a conversation.
 
+    Args:
+        default_max_tokens: where neither the request nor the checkpoint limits the answer.
+
     Raises:
         RequestError: 400, naming the field.
     """
@@ -40,9 +43,11 @@ def engine_prompt(
         asked, param = body.max_tokens, "max_tokens"
     if asked is not None and asked < 1:
         raise RequestError(f"{param} must be at least 1, got {asked}", param=param)
-    limit = answer_limit(len(token_ids), info, asked, default_max_tokens, param if asked else "messages")
+    own = info.sampling_defaults.get("max_tokens")
+    default = default_max_tokens if own is None else int(own)
+    limit = answer_limit(len(token_ids), info, asked, default, param if asked else "messages")
     params = body.sampling_params(
-        info.vocab_size, has_tokenizer=True, max_tokens=limit, logprobs=body.num_logprobs
+        info.vocab_size, True, info.sampling_defaults, max_tokens=limit, logprobs=body.num_logprobs
     )
     return Prompt(token_ids, params, body.priority or 0)
 

@@ -76,12 +76,14 @@ def engine_prompts(
     """
     if body.best_of is not None and body.best_of != (body.n or 1):
         raise RequestError("best_of is not supported beyond n", param="best_of", code="unsupported_field")
+    default = int(info.sampling_defaults.get("max_tokens", DEFAULT_MAX_TOKENS))
     prompts = []
     for source in found:
-        limit = answer_limit(len(source.token_ids), info, body.max_tokens, DEFAULT_MAX_TOKENS, "max_tokens")
+        limit = answer_limit(len(source.token_ids), info, body.max_tokens, default, "max_tokens")
         params = body.sampling_params(
             info.vocab_size,
             has_tokenizer,
+            info.sampling_defaults,
             max_tokens=limit,
             logprobs=body.logprobs,
             prompt_logprobs=_prompt_logprobs(body),

@@ -121,6 +121,8 @@ class EngineInfo(Struct):
     max_model_len: int
     max_queue_len: int | None
     architecture: str
+    #: Fields of SamplingParams that the checkpoint sets for requests that don't.
+    sampling_defaults: dict[str, float | int] = {}
 
 
 class Stats(Struct):

@@ -134,6 +134,7 @@ def engine_info(engine: Any) -> EngineInfo:
         max_model_len=int(engine.max_model_len),
         max_queue_len=engine.config.max_queue_len,
         architecture=str(engine.model_config.architecture),
+        sampling_defaults=dict(engine.sampling_defaults),
     )
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
+from recurra.engine.generation import merged
 from recurra.errors import RequestError
 from recurra.sampling_params import SamplingParams
 from recurra.server.protocol.base import Int, Streamed, named
@@ -42,15 +44,24 @@ class SamplingFields(Streamed):
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
 
-    def sampling_params(self, vocab_size: int, has_tokenizer: bool, **settled: Any) -> SamplingParams:
-        """The engine's parameters; ``settled`` holds those that the kind of request decides.
+    def sampling_params(
+        self, vocab_size: int, has_tokenizer: bool, defaults: Mapping[str, Any], **settled: Any
+    ) -> SamplingParams:
+        """The engine's parameters.
+
+        Args:
+            vocab_size: V.
+            has_tokenizer: text can be made and searched.
+            defaults: the checkpoint's, for fields that the request leaves out.
+            settled: what the kind of request decides.
 
         Raises:
             RequestError: 400, naming the field.
         """
         _check_ids("stop_token_ids", self.stop_token_ids or (), vocab_size)
         self._check_text(has_tokenizer)
-        values = named({name: getattr(self, name) for name in _PASSED}) | settled
+        given = named({name: getattr(self, name) for name in _PASSED}) | settled
+        values = merged(defaults, given)
         bias = _logit_bias(self.logit_bias, vocab_size)
         params = SamplingParams(**values, logit_bias=bias, detokenize=has_tokenizer)
         if self.stream and self.prompt_logprobs is not None:

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from backends import Backend
 from torch import Tensor
 
 from recurra.ops.rounding import NEAREST, SCALE_DTYPE, SCALED, Rounding, reference, stochastic
@@ -21,7 +22,7 @@ def _at(step: int, seed: int = 12345678901234, slot_layer: int = 3, rounds: int 
 
 
 def _words(*counter: int, seed: int, rounds: int) -> list[int]:
-    words = reference.philox(tuple(torch.tensor([c]) for c in counter), torch.tensor([seed]), rounds)  # type: ignore[arg-type]
+    words = reference.philox(tuple(torch.tensor([c]) for c in counter), torch.tensor([seed]), rounds)
     return [int(word) for word in words]
 
 
@@ -200,3 +201,68 @@ def test_layers_share_seed_and_step() -> None:
     assert other == replace(rounding, layer=2)
     NEAREST.advance()
     assert NEAREST.step.item() == 0
+
+
+def _through_backend(
+    backend: Backend, value: Tensor, dtype: torch.dtype, rounding: Rounding
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Store a value in slots 4, 2, 1 ... and read it again: bytes, scales, and what was read."""
+    device, rows = backend.device, value.shape[0]
+    rounding = replace(rounding, seed=rounding.seed.to(device), step=rounding.step.to(device))
+    slots = torch.tensor([4, 2, 1], dtype=torch.int32, device=device)[:rows]
+    state = torch.zeros(6, *value.shape[1:], device=device).to(dtype)
+    scale = torch.zeros(state.shape[:-1], dtype=SCALE_DTYPE, device=device)
+    value, bounds = value.to(device), torch.arange(rows + 1, dtype=torch.int32, device=device)
+    if backend.name == "reference":
+        reference.store(state, scale, slots, value, rounding)
+        read = reference.load(state, scale if dtype in SCALED else None, slots, torch.float32)
+    elif backend.name == "cpu":
+        from recurra.ops.rounding import cpu
+
+        cpu.store_states(state, scale, slots, value, bounds, rounding)
+        read = cpu.widen_states(state, scale, slots)
+    elif backend.name == "triton":
+        from recurra.ops.rounding import triton
+
+        triton.store_states(state, scale, slots, value, bounds, rounding)
+        read = triton.widen_states(state, scale, slots, torch.ones(rows, dtype=torch.bool, device=device))
+    else:
+        pytest.skip(f"{backend.name} stores no states")
+    return state.view(torch.uint8).cpu(), scale.cpu(), read.cpu()
+
+
+@FORMATS
+@pytest.mark.parametrize("by_chance", [False, True], ids=("nearest", "stochastic"))
+@pytest.mark.parametrize("shape", [(2, 10, 24), (5, 3), (80, 48), (2, 9, 96)], ids=str)
+def test_every_backend_has_the_references_bits(
+    backend: Backend, dtype: torch.dtype, by_chance: bool, shape: tuple[int, ...]
+) -> None:
+    value = torch.randn(3, *shape) * torch.exp(torch.randn(3, *shape) * 3)
+    edges = [0.0, -0.0, -3e-6, 6e-5, 3e-8, 1e-30, -448.0, 60000.0, 1.0, -0.5]
+    if not backend.interpreted or dtype != torch.bfloat16:
+        edges += [1e-40, -1e-45]
+    value.flatten()[: len(edges)] = torch.tensor(edges)
+    if backend.interpreted:
+        if dtype == torch.bfloat16 and not by_chance:
+            pytest.skip("Triton's interpreter cuts off where it should round to bfloat16")
+        if dtype == torch.float16:
+            value = value.clamp(-65000, 65000)  # numpy warns of overflow
+    rounding = _at(2**33 + 5) if by_chance else NEAREST
+    expected = _through_backend(Backend("reference", torch.device("cpu")), value, dtype, rounding)
+    got = _through_backend(backend, value, dtype, rounding)
+    assert torch.equal(got[0], expected[0])
+    assert torch.equal(got[1].view(torch.int16), expected[1].view(torch.int16))
+    assert torch.equal(got[2].view(torch.int32), expected[2].view(torch.int32))
+
+
+@FORMATS
+def test_what_is_not_finite_stays_so_in_every_backend(backend: Backend, dtype: torch.dtype) -> None:
+    value = torch.ones(1, 16, 20)
+    value[0, 3, 7], value[0, 9, 19], value[0, 12, 0] = float("nan"), float("inf"), -float("inf")
+    for rounding in (NEAREST, _at(1)):
+        read = _through_backend(backend, value, dtype, rounding)[2]
+        assert read[0, 3, 7].isnan()
+        assert not read[0, 9, 19].isfinite()
+        assert not read[0, 12, 0].isfinite()
+        others = [r for r in range(16) if r not in (3, 9, 12)]
+        assert read[0, others].isfinite().all()

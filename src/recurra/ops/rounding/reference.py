@@ -26,7 +26,7 @@ def _product(a: Tensor, b: int) -> tuple[Tensor, Tensor]:
     return (upper >> 16) & _WORD, lower & _WORD
 
 
-def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], seed: Tensor, rounds: int) -> tuple[Tensor, ...]:
+def philox(counter: tuple[Tensor, ...], seed: Tensor, rounds: int) -> tuple[Tensor, ...]:
     """Philox 4x32: four words, as int64 tensors of 32-bit numbers, from four of the same."""
     c0, c1, c2, c3 = counter
     k0, k1 = seed & _WORD, (seed >> 32) & _WORD
@@ -49,8 +49,13 @@ def draws(rounding: Rounding, slots: Tensor, shape: tuple[int, ...]) -> Tensor:
     place = torch.arange(heads * groups * size, device=device).view(1, heads, groups, size)
     step = rounding.step.to(device)
     fixed = (step & _WORD, rounding.layer + (((step >> 32) & 0xFFFF) << 16))
-    counter = (place, slots.long().view(-1, 1, 1, 1), *(c.view(1, 1, 1, 1) for c in fixed))
-    words = torch.broadcast_tensors(*philox(counter, rounding.seed.to(device), rounding.rounds))
+    everywhere = torch.zeros_like(place).expand(slots.shape[0], -1, -1, -1)
+    counter = (
+        everywhere + place,
+        everywhere + slots.long().view(-1, 1, 1, 1),
+        *(everywhere + c for c in fixed),
+    )
+    words = philox(counter, rounding.seed.to(device), rounding.rounds)
     halves = [half for word in words for half in (word & 0xFFFF, word >> 16)]
     grouped = torch.stack(halves, dim=3)  # (S, heads, groups, GROUP, N)
     return grouped.flatten(2, 3)[:, :, :rows].reshape(-1, *shape)

@@ -138,6 +138,8 @@ def row_scale(value, FORMAT: tl.constexpr):
     """
     # Bit patterns of magnitudes are in the order of the magnitudes, NaN above all.
     largest = tl.max(_bits(value) & 0x7FFFFFFF, axis=1)
+    broken = largest > 0x7F7FFFFF
+    largest = tl.where(broken, 0, largest)
     if FORMAT == _INT8:
         wide = _bits(_float(largest) * 0.007874015718698502)
         narrow = ((wide.to(tl.uint32, bitcast=True) + 0xFF00) & 0xFFFF0000).to(tl.int32, bitcast=True)
@@ -148,7 +150,7 @@ def row_scale(value, FORMAT: tl.constexpr):
         exponent = tl.maximum(exponent, 0xD800000)
         scale = _float(exponent)
         inverse = _float(0x7F000000 - exponent)
-    return tl.where(largest > 0x7F7FFFFF, float("nan"), scale), inverse
+    return tl.where(broken, float("nan"), scale), inverse
 
 
 @triton.jit

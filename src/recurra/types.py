@@ -20,6 +20,8 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 
 #: Row of the state pool that belongs to nobody: padding reads and writes it, and nothing else does.
 SCRATCH_SLOT = 0
+#: Page of keys and values that belongs to nobody, likewise.
+SCRATCH_PAGE = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +60,7 @@ class Sequence:
     num_computed: int = 0
     slot: int = SCRATCH_SLOT
     status: Status = Status.WAITING
+    pages: list[int] = field(default_factory=list)  # of keys and values, in the order of positions
 
     @property
     def num_prompt(self) -> int:
@@ -118,6 +121,12 @@ class ForwardBatch:
         max_seqlen: longest prefill sequence of the step (0 when there is none).
         chunks: kernel chunks of the prefill tokens.
         logit_rows: (R,) int64, the rows of T whose logits are wanted.
+        page_table: (num_decode + S, pages) int32, pages of keys and values of each sequence in the order of
+            positions; ``SCRATCH_PAGE`` beyond its last. No columns in a model without attention.
+        context_lens: (num_decode + S,) int32, tokens of each sequence up to and with this step's; 0 in
+            padding rows.
+        kv_rows: (T,) int64, where each token's key and value are stored: page * page size + place in it.
+        max_context: largest of ``context_lens``.
     """
 
     token_ids: Tensor
@@ -129,6 +138,10 @@ class ForwardBatch:
     max_seqlen: int
     chunks: Chunks
     logit_rows: Tensor
+    page_table: Tensor
+    context_lens: Tensor
+    kv_rows: Tensor
+    max_context: int
 
     @property
     def decode_slots(self) -> Tensor:
@@ -137,6 +150,14 @@ class ForwardBatch:
     @property
     def prefill_slots(self) -> Tensor:
         return self.slots[self.num_decode :]
+
+    @property
+    def decode_pages(self) -> Tensor:
+        return self.page_table[: self.num_decode]
+
+    @property
+    def prefill_pages(self) -> Tensor:
+        return self.page_table[self.num_decode :]
 
     @property
     def num_prefill_tokens(self) -> int:

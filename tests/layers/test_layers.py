@@ -96,7 +96,7 @@ def test_decode_rows_come_first(num_decode: int, want: list[int]) -> None:
     none = torch.empty(0, dtype=torch.int32)
     batch = ForwardBatch(
         torch.zeros(3, dtype=torch.int64), none, none, num_decode, none, none, 0,
-        Chunks(4, none, none, none, none), none,
+        Chunks(4, none, none, none, none), none, none.view(0, 0), none, none, 0,
     )  # fmt: skip
     x = torch.arange(3.0)[:, None]
     assert mix(_Recorder(), x, batch, ConvSSM(x, x)).flatten().tolist() == want

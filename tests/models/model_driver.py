@@ -51,6 +51,7 @@ def build_batch(
 ) -> ForwardBatch:
     """One step's batch: decode rows first, then packed prefill."""
     pieces = [*decode, *prefill]
+    contexts = [piece.start + len(piece.tokens) for piece in pieces]
     token_ids = [token for piece in pieces for token in piece.tokens]
     positions = [piece.start + i for piece in pieces for i in range(len(piece.tokens))]
     lengths = [len(piece.tokens) for piece in prefill]
@@ -65,6 +66,10 @@ def build_batch(
         max_seqlen=max(lengths, default=0),
         chunks=cut(lengths, chunk_size, device),
         logit_rows=torch.arange(len(token_ids), device=device),
+        page_table=torch.zeros(len(pieces), 0, dtype=torch.int32, device=device),
+        context_lens=_int32(contexts, device),
+        kv_rows=torch.zeros(0, dtype=torch.int64, device=device),
+        max_context=max(contexts),
     )
 
 

@@ -51,6 +51,45 @@ class ConvSSM(NamedTuple):
     ssm: Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class KVSpec:
+    """Keys and values of an attention layer, for one token. They live in pages, not in slots.
+
+    Attributes:
+        num_heads: heads of keys and values.
+        key_dim: K, of a key.
+        value_dim: V, of a value; 0 where values are a part of the keys.
+        dtype: of both.
+        window: positions that a query sees, its own included; 0 is all of them.
+    """
+
+    num_heads: int
+    key_dim: int
+    value_dim: int
+    dtype: torch.dtype
+    window: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one token."""
+        return self.num_heads * (self.key_dim + self.value_dim) * self.dtype.itemsize
+
+
+class PagedKV(NamedTuple):
+    """Keys and values of an attention layer, written in place by the mixer.
+
+    k: (pages, page size, heads, K); v: (pages, page size, heads, V).
+    """
+
+    k: Tensor
+    v: Tensor
+
+
+#: What a mixer remembers, as a recipe and as the typed view that it is handed.
+AnySpec = StateSpec | KVSpec
+LayerState = ConvSSM | PagedKV
+
+
 def mamba1_state(
     channels: int,
     state_size: int,

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from recurra.engine.scheduler import Plan, PrefillChunk
-from recurra.types import Chunks, ForwardBatch
+from recurra.types import SCRATCH_PAGE, Chunks, ForwardBatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,48 +27,69 @@ class StepBatch:
     last_rows: Tensor
 
 
-def build(plan: Plan, chunk_size: int, device: torch.device) -> StepBatch:
+def build(plan: Plan, chunk_size: int, device: torch.device, page_size: int = 0) -> StepBatch:
     """Pack a plan: decode rows first, then the prompt pieces in order.
 
     Args:
-        plan: a non-empty plan; every sequence in it has its slot.
+        plan: a non-empty plan; every sequence in it has its slot, and its pages where there are any.
         chunk_size: Q, the kernel chunk: each piece is cut from its own first token of this step.
         device: where the tensors go.
+        page_size: tokens of a page of keys and values; 0 in a model without attention.
     """
     decode, prefill = plan.decode, plan.prefill
     tokens = [s.token_ids[s.num_computed] for s in decode]
     positions = [s.num_computed for s in decode]
     slots = [s.slot for s in decode]
-    if not prefill:
-        rows = range(len(decode))
-        parts = _to_device((tokens, positions, rows), (slots, (0,)), (), device)
-        empty = parts[3][:0]
-        forward = ForwardBatch(
-            parts[0], parts[1], parts[3], len(decode), parts[4], parts[5], 0,
-            Chunks(chunk_size, empty, empty, empty, parts[4]), parts[2],
-        )  # fmt: skip
-        return StepBatch(forward, parts[2])
-    lengths = np.array([c.length for c in prefill], dtype=np.int32)
-    ends = np.cumsum(lengths, dtype=np.int32)
+    contexts = [s.num_computed + 1 for s in decode]
     for chunk in prefill:
         tokens.extend(chunk.sequence.token_ids[chunk.start : chunk.end])
         positions.extend(range(chunk.start, chunk.end))
         slots.append(chunk.sequence.slot)
+        contexts.append(chunk.end)
+    lengths = np.array([c.length for c in prefill], dtype=np.int32)
+    ends = np.cumsum(lengths, dtype=np.int32)
     last = [*range(len(decode)), *(ends + (len(decode) - 1)).tolist()]
     wanted = [row for row, piece in zip(last[len(decode) :], prefill, strict=True) if piece.is_last]
-    cuts = _cut(lengths, chunk_size)
+    pages = _Pages.of(plan, page_size)
     parts = _to_device(
-        (tokens, positions, last, [*last[: len(decode)], *wanted]),
-        (slots, _bounds(ends), *cuts),
+        (tokens, positions, last, [*last[: len(decode)], *wanted], pages.rows),
+        (slots, contexts, _bounds(ends), *_cut(lengths, chunk_size), pages.table.reshape(-1)),
         _continued(prefill),
         device,
     )
     forward = ForwardBatch(
-        token_ids=parts[0], positions=parts[1], slots=parts[4], num_decode=len(decode),
-        cu_seqlens=parts[5], has_state=parts[10], max_seqlen=int(lengths.max()),
-        chunks=Chunks(chunk_size, parts[6], parts[7], parts[8], parts[9]), logit_rows=parts[3],
+        token_ids=parts[0], positions=parts[1], slots=parts[5], num_decode=len(decode),
+        cu_seqlens=parts[7], has_state=parts[13], max_seqlen=max(lengths.tolist(), default=0),
+        chunks=Chunks(chunk_size, parts[8], parts[9], parts[10], parts[11]), logit_rows=parts[3],
+        page_table=parts[12].view(pages.table.shape), context_lens=parts[6], kv_rows=parts[4],
+        max_context=max(contexts),
     )  # fmt: skip
     return StepBatch(forward, parts[2])
+
+
+@dataclass(frozen=True, slots=True)
+class _Pages:
+    """Pages of a plan's sequences, (rows, pages) int32, and each token's place in the flattened cache."""
+
+    table: NDArray[np.int32]
+    rows: NDArray[np.int64]
+
+    @staticmethod
+    def of(plan: Plan, page_size: int) -> _Pages:
+        sequences = [*plan.decode, *(chunk.sequence for chunk in plan.prefill)]
+        if page_size == 0:
+            return _Pages(np.zeros((len(sequences), 0), np.int32), np.zeros(0, np.int64))
+        spans = [(s.num_computed, s.num_computed + 1) for s in plan.decode]
+        spans += [(chunk.start, chunk.end) for chunk in plan.prefill]
+        widths = [-(-end // page_size) for _, end in spans]
+        table = np.full((len(sequences), max(widths)), SCRATCH_PAGE, np.int32)
+        rows = []
+        for row, (sequence, (start, end)) in enumerate(zip(sequences, spans, strict=True)):
+            assert len(sequence.pages) >= widths[row], (sequence.pages, end, page_size)
+            table[row, : widths[row]] = sequence.pages[: widths[row]]
+            at = np.arange(start, end)
+            rows.append(table[row, at // page_size].astype(np.int64) * page_size + at % page_size)
+        return _Pages(table, np.concatenate(rows))
 
 
 def prefill_part(batch: ForwardBatch) -> ForwardBatch:
@@ -76,7 +97,8 @@ def prefill_part(batch: ForwardBatch) -> ForwardBatch:
     cut = batch.num_decode
     return ForwardBatch(
         batch.token_ids[cut:], batch.positions[cut:], batch.slots[cut:], 0, batch.cu_seqlens,
-        batch.has_state, batch.max_seqlen, batch.chunks, batch.logit_rows[:0],
+        batch.has_state, batch.max_seqlen, batch.chunks, batch.logit_rows[:0], batch.page_table[cut:],
+        batch.context_lens[cut:], batch.kv_rows[cut:], batch.max_context,
     )  # fmt: skip
 
 
@@ -98,7 +120,7 @@ def _cut(lengths: NDArray[np.int32], size: int) -> tuple[NDArray[np.int32], ...]
     return seq, start, np.minimum(size, lengths[seq] - within), bounds
 
 
-_Column = Iterable[int] | NDArray[np.int32]
+_Column = Iterable[int] | NDArray[np.int32] | NDArray[np.int64]
 
 
 def _to_device(

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from recurra.device import Device
 from recurra.errors import ConfigError
+from recurra.ops.attention import AttentionUpdate, AttentionVarlen, StoreKV
 from recurra.ops.conv1d import CausalConv1dUpdate, CausalConv1dVarlen
 from recurra.ops.decode_stack import BuildDecodeStack
 from recurra.ops.delta import GatedDeltaRuleUpdate, GatedDeltaRuleVarlen
@@ -41,6 +42,9 @@ class Ops:
     gated_delta_rule_update: GatedDeltaRuleUpdate
     short_conv_varlen: ShortConvVarlen
     short_conv_update: ShortConvUpdate
+    store_kv: StoreKV
+    attention_varlen: AttentionVarlen
+    attention_update: AttentionUpdate
     build_decode_stack: BuildDecodeStack | None
     choices: tuple[Choice, ...]
 

@@ -39,6 +39,9 @@ OPERATORS = (
     Operator("gated_delta_rule_update", "delta"),
     Operator("short_conv_varlen", "short_conv", prefill=True),
     Operator("short_conv_update", "short_conv"),
+    Operator("store_kv", "attention"),
+    Operator("attention_varlen", "attention", prefill=True),
+    Operator("attention_update", "attention"),
     Operator("build_decode_stack", "decode_stack", optional=True),
 )
 

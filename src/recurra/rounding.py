@@ -12,6 +12,10 @@ from torch import Tensor
 #: (Salmon et al., 2011, table 2).
 DEFAULT_PHILOX_ROUNDS = 7
 
+#: Formats whose rows have scales, and the scales' own.
+SCALED = (torch.float8_e4m3fn, torch.int8)
+SCALE_DTYPE = torch.bfloat16
+
 
 @dataclass(frozen=True, slots=True)
 class Rounding:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from recurra.cache.pool import slot_bytes
-from recurra.cache.spec import ConvSSM, StateSpec, TensorSpec
+from recurra.cache.spec import ConvSSM, StateSpec, TensorSpec, scale_spec
 from recurra.config.engine import EngineConfig
 from recurra.config.settle import ModelFacts, resolve, settle_slots
 from recurra.device import detect
@@ -53,7 +53,7 @@ class FakeModel:
     def __post_init__(self) -> None:
         conv = TensorSpec("conv", (1, 1), torch.float32)
         ssm = TensorSpec("ssm", (1, 1, 1), torch.float32)
-        self.state_specs = (StateSpec("fake", (conv, ssm)),)
+        self.state_specs = (StateSpec("fake", (conv, ssm, scale_spec(ssm.shape, ssm.dtype))),)
         generator = torch.Generator().manual_seed(1)
         self.table = self.spread * torch.randn(MODULUS, self.vocab_size, generator=generator)
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from recurra.cache.spec import ALIGNMENT, ConvSSM, StateSpec, TensorSpec
+from recurra.rounding import NEAREST, Rounding
 from recurra.types import SCRATCH_SLOT
 
 
@@ -24,9 +25,17 @@ class StatePool:
         specs: one for each layer.
         num_slots: sequences that can be held at once; rows 1 to ``num_slots``.
         device: where the rows live.
+        rounding: how recurrent states are rounded when they are written; each layer's view has its own draws.
     """
 
-    def __init__(self, specs: tuple[StateSpec, ...], num_slots: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        specs: tuple[StateSpec, ...],
+        num_slots: int,
+        device: torch.device,
+        rounding: Rounding = NEAREST,
+    ) -> None:
+        self.rounding = rounding
         self.specs = specs
         self.num_slots = num_slots
         self.bytes_per_slot = slot_bytes(specs)
@@ -34,13 +43,14 @@ class StatePool:
         self.layers: tuple[ConvSSM, ...] = self._views()
 
     def _views(self) -> tuple[ConvSSM, ...]:
-        offset, layers = 0, []
+        offset, layers = 0, list[ConvSSM]()
         for spec in self.specs:
             tensors = []
             for tensor in spec.tensors:
                 tensors.append(self._view(tensor, offset))
                 offset += _align(tensor.nbytes)
-            layers.append(ConvSSM(*tensors))
+            conv, ssm, scale = tensors
+            layers.append(ConvSSM(conv, ssm, scale, self.rounding.of_layer(len(layers))))
         return tuple(layers)
 
     def _view(self, spec: TensorSpec, offset: int) -> Tensor:

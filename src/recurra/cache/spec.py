@@ -9,6 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from recurra.rounding import NEAREST, SCALE_DTYPE, SCALED, Rounding
+
 #: Offsets of tensors inside a slot are multiples of this many bytes, so that wide loads stay aligned.
 ALIGNMENT = 256
 
@@ -38,6 +40,9 @@ class StateSpec:
         return sum(t.nbytes for t in self.tensors)
 
 
+_NO_SCALE = torch.zeros(0, 0, dtype=SCALE_DTYPE)
+
+
 class ConvSSM(NamedTuple):
     """State of a recurrent layer, a row a slot, written in place by the mixer.
 
@@ -45,10 +50,14 @@ class ConvSSM(NamedTuple):
         which has none.
     ssm: (slots, channels, N) for Mamba-1, (slots, H, P, N) for Mamba-2, (slots, H, K, V) for lightning
         attention and delta rules; (slots, 0) in a short convolution.
+    scale: of each row of an 8-bit ssm, (slots, ..., rows) bfloat16; (slots, 0) in other formats.
+    rounding: how ssm is rounded when it is written.
     """
 
     conv: Tensor
     ssm: Tensor
+    scale: Tensor = _NO_SCALE
+    rounding: Rounding = NEAREST
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +99,15 @@ AnySpec = StateSpec | KVSpec
 LayerState = ConvSSM | PagedKV
 
 
+def scale_spec(shape: tuple[int, ...], dtype: torch.dtype) -> TensorSpec:
+    """Scales of a state's rows: one for each row of the last dimension in 8 bits, none in other formats."""
+    return TensorSpec("scale", shape[:-1] if dtype in SCALED else (0,), SCALE_DTYPE)
+
+
+def _recurrent(kind: str, conv: TensorSpec, shape: tuple[int, ...], dtype: torch.dtype) -> StateSpec:
+    return StateSpec(kind, (conv, TensorSpec("ssm", shape, dtype), scale_spec(shape, dtype)))
+
+
 def mamba1_state(
     channels: int,
     state_size: int,
@@ -98,13 +116,8 @@ def mamba1_state(
     ssm_dtype: torch.dtype = torch.float32,
 ) -> StateSpec:
     """State of a Mamba-1 layer."""
-    return StateSpec(
-        "mamba1",
-        (
-            TensorSpec("conv", (channels, conv_kernel - 1), conv_dtype),
-            TensorSpec("ssm", (channels, state_size), ssm_dtype),
-        ),
-    )
+    conv = TensorSpec("conv", (channels, conv_kernel - 1), conv_dtype)
+    return _recurrent("mamba1", conv, (channels, state_size), ssm_dtype)
 
 
 def mamba2_state(
@@ -118,23 +131,16 @@ def mamba2_state(
 ) -> StateSpec:
     """State of a Mamba-2 layer; the convolution runs over x, B and C."""
     conv_channels = num_heads * head_dim + 2 * num_groups * state_size
-    return StateSpec(
-        "mamba2",
-        (
-            TensorSpec("conv", (conv_channels, conv_kernel - 1), conv_dtype),
-            TensorSpec("ssm", (num_heads, head_dim, state_size), ssm_dtype),
-        ),
-    )
+    conv = TensorSpec("conv", (conv_channels, conv_kernel - 1), conv_dtype)
+    return _recurrent("mamba2", conv, (num_heads, head_dim, state_size), ssm_dtype)
 
 
 def lightning_state(
     num_heads: int, key_dim: int, value_dim: int, ssm_dtype: torch.dtype = torch.float32
 ) -> StateSpec:
     """State of a lightning attention layer: a sum of keys times values, and no convolution."""
-    return StateSpec(
-        "lightning",
-        (TensorSpec("conv", (0,), ssm_dtype), TensorSpec("ssm", (num_heads, key_dim, value_dim), ssm_dtype)),
-    )
+    conv = TensorSpec("conv", (0,), ssm_dtype)
+    return _recurrent("lightning", conv, (num_heads, key_dim, value_dim), ssm_dtype)
 
 
 def delta_state(
@@ -148,18 +154,12 @@ def delta_state(
 ) -> StateSpec:
     """State of a gated delta net or Kimi delta attention layer; the convolution runs over q, k and v."""
     conv_channels = 2 * num_key_heads * key_dim + num_value_heads * value_dim
-    return StateSpec(
-        "delta",
-        (
-            TensorSpec("conv", (conv_channels, conv_kernel - 1), conv_dtype),
-            TensorSpec("ssm", (num_value_heads, key_dim, value_dim), ssm_dtype),
-        ),
-    )
+    conv = TensorSpec("conv", (conv_channels, conv_kernel - 1), conv_dtype)
+    return _recurrent("delta", conv, (num_value_heads, key_dim, value_dim), ssm_dtype)
 
 
 def short_conv_state(channels: int, conv_kernel: int, conv_dtype: torch.dtype) -> StateSpec:
     """State of a gated short convolution: its window alone."""
-    return StateSpec(
-        "short_conv",
-        (TensorSpec("conv", (channels, conv_kernel - 1), conv_dtype), TensorSpec("ssm", (0,), conv_dtype)),
+    return _recurrent(
+        "short_conv", TensorSpec("conv", (channels, conv_kernel - 1), conv_dtype), (0,), conv_dtype
     )

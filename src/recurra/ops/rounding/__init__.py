@@ -34,16 +34,12 @@ import torch
 from torch import Tensor
 
 from recurra.errors import ConfigError
-from recurra.rounding import NEAREST, Rounding, stochastic
+from recurra.rounding import NEAREST, SCALE_DTYPE, SCALED, Rounding, stochastic
 
 __all__ = ["GROUP", "NEAREST", "SCALED", "SCALE_DTYPE", "Rounding", "check_state", "stochastic"]
 
 #: Rows that share a draw.
 GROUP = 8
-
-#: Formats whose rows have scales, and the scales' own.
-SCALED = (torch.float8_e4m3fn, torch.int8)
-SCALE_DTYPE = torch.bfloat16
 
 _STORED = (torch.float32, torch.bfloat16, torch.float16, *SCALED)
 

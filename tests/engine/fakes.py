@@ -129,7 +129,7 @@ def poison_slots(engine: LLMEngine) -> None:
     """Fill every slot that nobody holds with NaN, the scratch slot too."""
     taken = engine.slots._used
     for layer in engine.runner.pool.layers:
-        for state in layer:
+        for state in layer[:3]:
             for slot in range(state.shape[0]):
                 if slot not in taken:
                     state[slot] = float("nan")

@@ -90,7 +90,7 @@ class Driver:
     def poison(self, slot: int) -> None:
         """Fill a slot with NaN, as a finished sequence that went wrong would leave it."""
         for layer in self.pool.layers:
-            for state in layer:
+            for state in (layer.conv, layer.ssm):
                 state[slot] = float("nan")
 
     @torch.inference_mode()

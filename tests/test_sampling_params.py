@@ -19,7 +19,7 @@ WRONG: list[tuple[str, Any]] = [
     *[("stop", value) for value in (5, [""], [1], [b"x"], ["x"] * 10_000)],
     *[("bad_words", value) for value in (5, [""], [1])],
     *[("stop_token_ids", value) for value in (5, ["a"], [1.0], "12")],
-    *[("logit_bias", value) for value in ([1], {"a": 1}, {1: "x"}, {1: float("nan")}, {None: 1})],
+    *[("logit_bias", value) for value in ([1], {"a": 1}, {1: "x"}, {1: float("nan")}, {None: 1}, {True: 1}, {1.5: 1}, {"1.5": 1})],
 ]  # fmt: skip
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import platform
+import re
 from dataclasses import dataclass
 from functools import cache
 
@@ -73,6 +74,14 @@ def available_cpus() -> int:
     return os.cpu_count() or 1
 
 
+def _threads_asked() -> int:
+    """``RECURRA_NUM_THREADS``; 0 where it isn't set."""
+    text = environment("NUM_THREADS", "0")
+    if re.fullmatch(r"[0-9]{1,4}", text) is None:
+        raise ConfigError("RECURRA_NUM_THREADS", text, "not a number of threads.", "Use 1 or more.")
+    return int(text)
+
+
 def detect(device: str = "auto", num_threads: int | None = None) -> Device:
     """Describe the device to run on.
 
@@ -81,13 +90,14 @@ def detect(device: str = "auto", num_threads: int | None = None) -> Device:
         num_threads: CPU threads; None takes all that this process may use.
 
     Raises:
-        ConfigError: an unknown device, or CUDA asked for where torch sees no GPU.
+        ConfigError: an unknown device, CUDA asked for where torch sees no GPU, or no number of threads
+            in the environment.
     """
+    if re.fullmatch(r"auto|cpu|cuda(:[0-9]{1,4})?", device) is None:
+        raise ConfigError("device", device, "not a device.", 'Use "auto", "cpu", "cuda" or "cuda:0".')
     kind, _, number = device.partition(":")
     if kind == "auto":
         kind = "cuda" if torch.cuda.is_available() else "cpu"
-    if kind not in ("cpu", "cuda") or (number and not number.isdigit()):
-        raise ConfigError("device", device, "not a device.", 'Use "auto", "cpu", "cuda" or "cuda:0".')
     if kind == "cuda" and not torch.cuda.is_available():
         raise ConfigError(
             "device",
@@ -98,7 +108,7 @@ def detect(device: str = "auto", num_threads: int | None = None) -> Device:
     index = int(number or 0)
     if kind == "cuda" and index >= torch.cuda.device_count():
         raise ConfigError("device", device, f"there are {torch.cuda.device_count()} GPUs.", 'Use "cuda:0".')
-    threads = num_threads or int(environment("NUM_THREADS", "0")) or available_cpus()
+    threads = num_threads or _threads_asked() or available_cpus()
     return Device(
         type=kind,
         index=index,

@@ -43,11 +43,39 @@ class UnknownArchitectureError(CheckpointError):
         super().__init__(f"unknown architecture {name!r}; known: {', '.join(sorted(known))}")
 
 
-class MissingDependencyError(RecurraError, ImportError):
-    """An optional package is needed for what was asked, and isn't installed."""
+#: What the ``serve`` extra brings, under the names that are imported.
+SERVE_MODULES = frozenset(
+    {"fastapi", "starlette", "uvicorn", "uvloop", "httptools", "zmq", "msgspec", "prometheus_client"}
+)
 
-    def __init__(self, package: str, purpose: str, extra: str) -> None:
-        super().__init__(f"{purpose} needs the package {package!r}: pip install 'recurra[{extra}]'")
+
+class MissingDependencyError(RecurraError, ImportError):
+    """A package is needed for what was asked, and isn't installed.
+
+    Args:
+        package: its name.
+        purpose: what needs it.
+        extra: the extra that brings it; None: Recurra always needs it.
+    """
+
+    def __init__(self, package: str, purpose: str, extra: str | None) -> None:
+        way = (
+            f"pip install 'recurra[{extra}]'"
+            if extra is not None
+            else "every installation of Recurra has it, so this one is incomplete; pip install recurra mends it"
+        )
+        super().__init__(f"{purpose} needs the package {package!r}: {way}")
+
+
+def missing_dependency(
+    error: ModuleNotFoundError, purpose: str
+) -> ModuleNotFoundError | MissingDependencyError:
+    """The failed import of somebody else's package as an error that says how to get it; a failed import of
+    one of our own modules is a bug and stays what it is."""
+    package = str(error.name).partition(".")[0]
+    if package in ("None", "recurra"):
+        return error
+    return MissingDependencyError(package, purpose, "serve" if package in SERVE_MODULES else None)
 
 
 class RequestError(RecurraError, ValueError):

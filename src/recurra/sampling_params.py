@@ -58,8 +58,8 @@ def _bias(value: Any) -> dict[int, float]:
     found: dict[int, float] = {}
     for key, bias in (value or {}).items():
         try:
-            token = int(key)
-        except (TypeError, ValueError):
+            token = int(key) if isinstance(key, str) else _whole("logit_bias", key)
+        except ValueError:
             raise RequestError(
                 f"logit_bias: its keys are token ids, got {key!r}", param="logit_bias"
             ) from None

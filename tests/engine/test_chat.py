@@ -101,6 +101,9 @@ def test_parts_are_joined_unless_the_template_reads_them(tmp_path: Path) -> None
     assert "user\na\nb<|end|>" in load(write(tmp_path / "2", TURNS)).render_chat(chat)
 
 
+SILENT = {"role": "assistant", "tool_calls": [{"function": {"name": "look", "arguments": {}}}]}
+
+
 def test_final_message_can_be_continued(folders: dict[str, tuple[Tokenizer, Any]]) -> None:
     ours, theirs = folders["turns"]
     chat = [*CHATS["one"], {"role": "assistant", "content": "I think that"}]
@@ -110,7 +113,15 @@ def test_final_message_can_be_continued(folders: dict[str, tuple[Tokenizer, Any]
     with pytest.raises(RequestError, match="exclude each other"):
         ours.render_chat(chat, add_generation_prompt=True, continue_final_message=True)
     with pytest.raises(RequestError, match="no content"):
-        ours.render_chat([{"role": "assistant"}], add_generation_prompt=False, continue_final_message=True)
+        ours.render_chat([SILENT], add_generation_prompt=False, continue_final_message=True)
+
+
+def test_only_a_message_that_calls_tools_may_say_nothing(tmp_path: Path) -> None:
+    template = "{% for m in messages %}[{{ m.role }}{% if m.content is defined %}:{{ m.content }}{% endif %}]{% endfor %}"
+    ours = load(write(tmp_path, template))
+    assert ours.render_chat([*CHATS["one"], SILENT]).endswith("[assistant]")
+    assert ours.render_chat([*CHATS["one"], {**SILENT, "content": None}]).endswith("[assistant]")
+    assert ours.render_chat([{"role": "user", "content": ""}]) == "[user:]"
 
 
 @pytest.mark.parametrize(
@@ -121,6 +132,12 @@ def test_final_message_can_be_continued(folders: dict[str, tuple[Tokenizer, Any]
         (["hello"], "role"),
         ([{"content": "x"}], "role"),
         ([{"role": "user", "content": 3}], "content must be text"),
+        ([{"role": "user"}], "content is missing from a message of role 'user'"),
+        ([{"role": "user", "content": None}], "content is missing"),
+        ([{"role": "user", "content": [], "tool_calls": [{}]}], "content is missing"),
+        ([{"role": "assistant", "content": None, "tool_calls": []}], "content is missing"),
+        ([{"role": "user", "content": [{"type": "text"}]}], "without text"),
+        ([{"role": "user", "content": [{"type": "text", "text": 5}]}], "without text"),
         ([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], "'image_url'"),
     ],
 )

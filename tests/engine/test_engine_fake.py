@@ -12,6 +12,7 @@ from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from fakes import FakeModel, fake_engine, poison_slots, run, run_dry
@@ -199,6 +200,10 @@ def test_lengths_are_clamped_or_refused() -> None:
         ([1, 50], "prompt_token_ids"),
         ([-1], "prompt_token_ids"),
         ([1.5], "prompt_token_ids"),
+        ([True, False], "prompt_token_ids"),
+        ([np.bool_(True)], "prompt_token_ids"),
+        (torch.tensor([True, False]), "prompt_token_ids"),
+        ({"prompt_token_ids": [1, True]}, "prompt_token_ids"),
         ({"prompt_token_ids": "12"}, "prompt_token_ids"),
         ({"tokens": [1]}, "prompt"),
         ({}, "prompt"),
@@ -214,6 +219,27 @@ def test_prompts_that_make_no_sense_are_refused_and_nothing_is_queued(prompt: ob
     assert caught.value.param == param
     assert not engine.has_unfinished_requests()
     run(engine, {"x": [1]}, GREEDY)  # the id was not taken
+
+
+@pytest.mark.parametrize(
+    "ids", [np.array([3, 4], np.int32), [np.int64(3), np.uint8(4)], torch.tensor([3, 4])]
+)
+def test_integers_of_any_library_are_token_ids(ids: Any) -> None:
+    model = FakeModel()
+    (output,) = run(fake_engine(model), {"x": ids}, GREEDY).values()
+    assert output.outputs[0].token_ids == model.greedy([3, 4], 9)
+    assert {type(token) for token in output.prompt_token_ids} == {int}
+
+
+@pytest.mark.parametrize("priority", [True, None, 1.0, "1"])
+def test_a_priority_that_is_no_integer_is_refused(priority: Any) -> None:
+    engine = fake_engine()
+    with pytest.raises(RequestError, match="priority must be an integer") as caught:
+        engine.add_request("x", [1], GREEDY, priority)
+    assert caught.value.param == "priority"
+    assert not engine.has_unfinished_requests()
+    engine.add_request("x", [1], GREEDY, np.int64(2))  # type: ignore[arg-type]
+    run_dry(engine)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from cyclopts import App, CycloptsError, Group
 
 from recurra import __version__
 from recurra.cli.failure import FAILED, INTERRUPTED, OK, USAGE, report, report_bug, report_usage
-from recurra.errors import ConfigError, RecurraError
+from recurra.errors import ConfigError, RecurraError, missing_dependency
 
 _TEXT = Group("Text", sort_key=0)
 _SERVICE = Group("Service", sort_key=1)
@@ -68,6 +68,10 @@ def run(argv: list[str]) -> int:
     except Exception as error:
         if debug:
             raise
-        report_bug(error)
+        known = missing_dependency(error, "recurra") if isinstance(error, ModuleNotFoundError) else error
+        if isinstance(known, RecurraError):
+            report(known)
+        else:
+            report_bug(error)
         return FAILED
     return result if isinstance(result, int) else OK

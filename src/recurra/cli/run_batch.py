@@ -25,7 +25,7 @@ from recurra.cli.console import Report, note, progress
 from recurra.cli.failure import INTERRUPTED, OK, error_line
 from recurra.cli.flags import Model, Quiet, engine_flags, switch, takes
 from recurra.cli.running import check_model_folder, interruptible, open_engine
-from recurra.errors import ConfigError, MissingDependencyError, RequestError
+from recurra.errors import ConfigError, RequestError, missing_dependency
 from recurra.types import RequestOutput
 
 if TYPE_CHECKING:
@@ -83,9 +83,7 @@ def _serving(engine: LLMEngine, names: tuple[str, ...]) -> Serving:
         from recurra.cli.batch_calls import Serving
         from recurra.server.worker import engine_info
     except ModuleNotFoundError as error:
-        if error.name is not None and error.name.startswith("recurra"):
-            raise
-        raise MissingDependencyError(str(error.name), "recurra run-batch", "serve") from error
+        raise missing_dependency(error, "recurra run-batch") from error
     return Serving(engine.tokenizer, engine_info(engine), names)
 
 

@@ -87,7 +87,10 @@ def _part_text(part: Any) -> str:
     if isinstance(part, str):
         return part
     if isinstance(part, Mapping) and part.get("type", "text") in ("text", "input_text", "output_text"):
-        return str(part.get("text", ""))
+        text = part.get("text")
+        if not isinstance(text, str):
+            raise RequestError(f"messages: a content part without text: {part!r:.200}", param="messages")
+        return text
     kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
     raise RequestError(
         f"messages: a content part of type {kind!r}; this model reads text parts only", param="messages"
@@ -102,6 +105,8 @@ def _plain_message(message: Any, keep_parts: bool) -> dict[str, Any]:
     # Templates test for a missing key, and print "None" for one that is null.
     plain = {key: value for key, value in message.items() if value is not None}
     content = plain.get("content")
+    if content is None or content in ([], ()):
+        _require_calls(plain)
     if isinstance(content, Sequence) and not isinstance(content, str):
         texts = [_part_text(part) for part in content]
         plain["content"] = [{"type": "text", "text": t} for t in texts] if keep_parts else "\n".join(texts)
@@ -110,6 +115,17 @@ def _plain_message(message: Any, keep_parts: bool) -> dict[str, Any]:
             f"messages: content must be text or a list of text parts, got {content!r:.200}", param="messages"
         )
     return plain
+
+
+def _require_calls(message: Mapping[str, Any]) -> None:
+    """Refuse a message that says nothing: only an assistant's that calls tools needs no content."""
+    if message["role"] == "assistant" and (message.get("tool_calls") or message.get("function_call")):
+        return
+    raise RequestError(
+        f"messages: content is missing from a message of role {message['role']!r:.40}; only an assistant's "
+        "message with tool_calls may leave it out",
+        param="messages",
+    )
 
 
 def _mark_end(message: dict[str, Any]) -> None:

@@ -14,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from recurra.config.engine import EngineConfig
 from recurra.engine.engine import LLMEngine
-from recurra.engine.prompts import make_request
+from recurra.engine.prompts import make_request, read_priority
 from recurra.errors import RequestError
 from recurra.sampling_params import SamplingParams
 from recurra.types import PromptInput, RequestOutput
@@ -82,9 +82,7 @@ class LLM:
         if sampling_params is None:
             sampling_params = self.get_default_sampling_params()
         params = _params_for(sampling_params, len(work))
-        priorities = list(priority) if priority is not None else [0] * len(work)
-        if not all(isinstance(p, int) for p in priorities):
-            raise RequestError(f"priority must be integers, got {priorities!r:.80}", param="priority")
+        priorities = [read_priority(p) for p in priority] if priority is not None else [0] * len(work)
         if len(priorities) != len(work):
             raise RequestError(
                 f"{len(priorities)} priorities for {len(work)} prompts; give one for each", param="priority"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import operator
 from collections.abc import Iterable
+from typing import Any
 
 from recurra.engine.tokenizer import Tokenizer
 from recurra.errors import RequestError
@@ -44,7 +45,7 @@ def make_request(
     if max_tokens != params.max_tokens:
         least = min(params.min_tokens, max_tokens)
         params = dataclasses.replace(params, max_tokens=max_tokens, min_tokens=least)
-    return Request(request_id, ids, params, prompt=text, priority=priority)
+    return Request(request_id, ids, params, prompt=text, priority=read_priority(priority))
 
 
 def read_prompt(prompt: PromptInput, tokenizer: Tokenizer | None) -> tuple[str | None, tuple[int, ...]]:
@@ -75,9 +76,28 @@ def _as_ids(ids: object) -> tuple[int, ...]:
     try:
         assert isinstance(ids, Iterable)
         assert not isinstance(ids, (str, bytes, dict, set))
-        return tuple(operator.index(i) for i in ids)
+        return tuple(_integer(value) for value in ids)
     except (TypeError, AssertionError):
         raise RequestError("prompt_token_ids must be a list of integers", param="prompt_token_ids") from None
+
+
+def read_priority(value: object) -> int:
+    """The priority as Python's own integer."""
+    try:
+        return _integer(value)
+    except TypeError:
+        raise RequestError(f"priority must be an integer, got {value!r:.80}", param="priority") from None
+
+
+def _integer(value: Any) -> int:
+    """An integer of any library; truth values, which Python counts as integers, are none.
+
+    Raises:
+        TypeError: something else.
+    """
+    if isinstance(value, bool) or str(getattr(value, "dtype", "")).endswith("bool"):
+        raise TypeError(value)
+    return operator.index(value)
 
 
 def check_ids(ids: tuple[int, ...], vocab_size: int) -> None:

@@ -22,14 +22,12 @@ def serve(server_config: ServerConfig, engine_config: EngineConfig) -> int:
         ConfigError: a setting that can't work, of the server or of the engine.
         CheckpointError: the model or its tokenizer can't be read.
         EngineDeadError: the engine can't be kept running; the log has the details.
-        MissingDependencyError: the packages of the ``serve`` extra are not installed.
+        MissingDependencyError: a package is not installed; those of the ``serve`` extra are optional.
     """
-    from recurra.errors import MissingDependencyError
+    from recurra.errors import missing_dependency
 
     try:
         from recurra.server.run import run
     except ModuleNotFoundError as error:
-        if error.name is not None and error.name.startswith("recurra"):
-            raise
-        raise MissingDependencyError(str(error.name), "recurra serve", "serve") from error
+        raise missing_dependency(error, "recurra serve") from error
     return run(server_config, engine_config)

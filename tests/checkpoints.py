@@ -24,6 +24,7 @@ from torch import Tensor, nn
 VOCABULARY = 320
 #: Scale of the final norm's weight: logits have a spread of several units.
 _LOGIT_SCALE = 6.0
+_FINAL_NORMS = ("norm_f.weight", "model.norm.weight", "final_layernorm.weight")
 _TEXT = (
     "A state space model reads a sentence once and keeps what matters in a small state. ",
     "The quick brown fox jumps over the lazy dog; the dog sleeps on, and nothing is forgotten. ",
@@ -33,11 +34,11 @@ END_OF_TEXT = "<|endoftext|>"
 
 
 def write_mamba(folder: Path, **overrides: Any) -> Path:
-    """A Mamba checkpoint in transformers' layout; see :func:`_write` for the options."""
+    """A Mamba checkpoint in transformers' layout; see :func:`write_any` for the options."""
     from transformers import MambaConfig, MambaForCausalLM
 
     sizes = {"hidden_size": 40, "state_size": 11, "num_hidden_layers": 3, "time_step_rank": 5}
-    return _write(folder, MambaConfig, MambaForCausalLM, sizes | {"eos_token_id": 0}, overrides)
+    return write_any(folder, MambaConfig, MambaForCausalLM, sizes | {"eos_token_id": 0}, overrides)
 
 
 def write_falcon_mamba(folder: Path, **overrides: Any) -> Path:
@@ -45,7 +46,9 @@ def write_falcon_mamba(folder: Path, **overrides: Any) -> Path:
     from transformers import FalconMambaConfig, FalconMambaForCausalLM
 
     sizes = {"hidden_size": 40, "state_size": 11, "num_hidden_layers": 3, "time_step_rank": 5}
-    return _write(folder, FalconMambaConfig, FalconMambaForCausalLM, sizes | {"eos_token_id": 0}, overrides)
+    return write_any(
+        folder, FalconMambaConfig, FalconMambaForCausalLM, sizes | {"eos_token_id": 0}, overrides
+    )
 
 
 def write_mamba2(folder: Path, **overrides: Any) -> Path:
@@ -56,10 +59,22 @@ def write_mamba2(folder: Path, **overrides: Any) -> Path:
         "hidden_size": 48, "num_heads": 8, "head_dim": 12, "n_groups": 1, "state_size": 20,
         "num_hidden_layers": 3, "chunk_size": 16, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0,
     }  # fmt: skip
-    return _write(folder, Mamba2Config, Mamba2ForCausalLM, sizes, overrides)
+    return write_any(folder, Mamba2Config, Mamba2ForCausalLM, sizes, overrides)
 
 
-def _write(
+def write_bamba(folder: Path, **overrides: Any) -> Path:
+    """A Bamba checkpoint: one attention layer among three of Mamba-2."""
+    from transformers import BambaConfig, BambaForCausalLM
+
+    sizes = {
+        "hidden_size": 48, "num_hidden_layers": 4, "attn_layer_indices": [2], "num_attention_heads": 4,
+        "num_key_value_heads": 2, "intermediate_size": 60, "mamba_n_heads": 8, "mamba_d_state": 20,
+        "mamba_n_groups": 2, "mamba_chunk_size": 16, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0,
+    }  # fmt: skip
+    return write_any(folder, BambaConfig, BambaForCausalLM, sizes, overrides)
+
+
+def write_any(
     folder: Path,
     config_class: Any,
     model_class: Any,
@@ -105,9 +120,11 @@ def make_state_matter(model: nn.Module) -> None:
             parameter.uniform_(0.5, 1.5)
         elif name.endswith("conv1d.bias"):
             parameter.uniform_(-0.5, 0.5)
-        elif name.endswith("norm_f.weight"):
+        elif name.endswith(_FINAL_NORMS):
             parameter.uniform_(0.7 * _LOGIT_SCALE, 1.3 * _LOGIT_SCALE)
-        elif name.endswith("norm.weight"):
+        elif name.endswith(("q_proj.weight", "k_proj.weight")):
+            parameter.mul_(8.0)
+        elif name.endswith("norm.weight") and parameter.dim() == 1:
             parameter.uniform_(0.7, 1.3)
         elif name.endswith(("in_proj.bias", "out_proj.bias")):
             parameter.uniform_(-0.3, 0.3)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -93,10 +93,16 @@ def make_golden(name: str, root: Path) -> Golden:
     """Write the case's checkpoint below ``root`` and ask transformers."""
     write, rewrite = CASES[name]
     hf_folder = write(root / "transformers")
-    folder = hf_folder if rewrite is None else rewrite(hf_folder, root / "rewritten")
+    return golden_of(
+        hf_folder if rewrite is None else rewrite(hf_folder, root / "rewritten"), hf_folder, LENGTHS
+    )
+
+
+def golden_of(folder: Path, hf_folder: Path, lengths: Iterable[int]) -> Golden:
+    """A checkpoint with transformers' answers to random prompts of these lengths."""
     generator = torch.Generator().manual_seed(7)
     prompts, log_probs = {}, {}
-    for length in LENGTHS:
+    for length in lengths:
         prompts[length] = torch.randint(checkpoints.VOCABULARY, (length,), generator=generator).tolist()
         log_probs[length] = oracle_log_probs(_oracle(hf_folder), prompts[length])
     return Golden(folder, hf_folder, prompts, log_probs)
@@ -110,12 +116,18 @@ class Machine:
     ops: Ops
     num_threads: int
 
-    def driver(self, folder: Path, dtype: torch.dtype = torch.float32, num_slots: int = 8) -> Driver:
+    def driver(
+        self,
+        folder: Path,
+        dtype: torch.dtype = torch.float32,
+        num_slots: int = 8,
+        load_format: str = "auto",
+    ) -> Driver:
         """A model ready to run, its weights in ``dtype``; on the CPU it computes in float32 or wider."""
         act = torch.float32 if self.device.type == "cpu" and dtype.itemsize < 4 else dtype
         model = load_model(
             read_config(folder), ops=self.ops, device=self.device, weight_dtype=dtype, act_dtype=act,
-            ssm_dtype=torch.float64 if dtype == torch.float64 else torch.float32,
+            ssm_dtype=torch.float64 if dtype == torch.float64 else torch.float32, load_format=load_format,
         )  # fmt: skip
         return Driver(model, num_slots, self.device)
 

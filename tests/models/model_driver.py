@@ -12,7 +12,9 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from recurra.cache.pages import PagePool
 from recurra.cache.pool import StatePool
+from recurra.cache.spec import LayerState, join_layers, paged, recurrent
 from recurra.models import CausalLM
 from recurra.types import Chunks, ForwardBatch
 
@@ -46,12 +48,37 @@ def cut(lengths: Sequence[int], size: int, device: torch.device) -> Chunks:
     )
 
 
+#: Tokens of a page, and the pages of a slot: enough for every test's prompt with its answer.
+PAGE, PAGES_PER_SLOT = 8, 32
+
+
+def pages_of(slot: int, num_slots: int) -> list[int]:
+    """The pages of a slot, far apart and none of them page 0; slot 0 has page 0 alone."""
+    if slot == 0:
+        return [0]
+    return [1 + (slot - 1) + j * num_slots for j in range(PAGES_PER_SLOT)]
+
+
 def build_batch(
-    decode: Sequence[Piece], prefill: Sequence[Piece], chunk_size: int, device: torch.device
+    decode: Sequence[Piece],
+    prefill: Sequence[Piece],
+    chunk_size: int,
+    device: torch.device,
+    num_slots: int = 0,
 ) -> ForwardBatch:
-    """One step's batch: decode rows first, then packed prefill."""
+    """One step's batch: decode rows first, then packed prefill; pages for ``num_slots`` slots, or none."""
     pieces = [*decode, *prefill]
-    contexts = [piece.start + len(piece.tokens) for piece in pieces]
+    contexts = [piece.start + len(piece.tokens) if piece.slot else 0 for piece in pieces]
+    tables = [pages_of(piece.slot, num_slots) if num_slots else [] for piece in pieces]
+    used = [-(-context // PAGE) for context in contexts]
+    width = max(used) if num_slots else 0
+    rows = [
+        table[p // PAGE] * PAGE + p % PAGE
+        for piece, table in zip(pieces, tables, strict=True)
+        for p in range(piece.start, piece.start + len(piece.tokens))
+        if table
+    ]
+    table = [(t[:n] + [0] * width)[:width] for t, n in zip(tables, used, strict=True)]
     token_ids = [token for piece in pieces for token in piece.tokens]
     positions = [piece.start + i for piece in pieces for i in range(len(piece.tokens))]
     lengths = [len(piece.tokens) for piece in prefill]
@@ -66,9 +93,9 @@ def build_batch(
         max_seqlen=max(lengths, default=0),
         chunks=cut(lengths, chunk_size, device),
         logit_rows=torch.arange(len(token_ids), device=device),
-        page_table=torch.zeros(len(pieces), 0, dtype=torch.int32, device=device),
+        page_table=torch.tensor(table, dtype=torch.int32, device=device).view(len(pieces), width),
         context_lens=_int32(contexts, device),
-        kv_rows=torch.zeros(0, dtype=torch.int64, device=device),
+        kv_rows=torch.tensor(rows, dtype=torch.int64, device=device),
         max_context=max(contexts),
     )
 
@@ -81,14 +108,22 @@ class Driver:
     num_slots: int = 8
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     pool: StatePool = field(init=False)
+    pages: PagePool = field(init=False)
+    states: tuple[LayerState, ...] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.pool = StatePool(self.model.state_specs, self.num_slots, self.device)
+        specs, attending = self.model.state_specs, paged(self.model.state_specs)
+        self.pool = StatePool(recurrent(specs), self.num_slots, self.device)
+        self.pages = PagePool(attending, self.num_slots * PAGES_PER_SLOT, PAGE, self.device)
+        self.states = join_layers(specs, self.pool.layers, self.pages.layers)
         for slot in range(self.num_slots + 1):
             self.poison(slot)
 
     def poison(self, slot: int) -> None:
-        """Fill a slot with NaN, as a finished sequence that went wrong would leave it."""
+        """Fill a slot and its pages with NaN, as a finished sequence that went wrong would leave them."""
+        pages = pages_of(slot, self.num_slots)
+        for kv in self.pages.layers:
+            kv.k[pages], kv.v[pages] = float("nan"), float("nan")
         for layer in self.pool.layers:
             for state in (layer.conv, layer.ssm):
                 state[slot] = float("nan")
@@ -97,8 +132,9 @@ class Driver:
     def step(self, decode: Sequence[Piece] = (), prefill: Sequence[Piece] = ()) -> list[Tensor]:
         """Run one step: for each piece, decode rows first, its log-probs (tokens, vocabulary)."""
         assert all(len(piece.tokens) == 1 for piece in decode)
-        batch = build_batch(decode, prefill, self.model.chunk_size, self.device)
-        hidden = self.model.forward(batch, self.pool.layers)
+        pages = self.num_slots if self.pages.layers else 0
+        batch = build_batch(decode, prefill, self.model.chunk_size, self.device, pages)
+        hidden = self.model.forward(batch, self.states)
         log_probs = self.model.logits(hidden[batch.logit_rows]).log_softmax(-1)
         return list(log_probs.split([len(piece.tokens) for piece in [*decode, *prefill]]))
 

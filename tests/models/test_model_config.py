@@ -35,13 +35,13 @@ def read(folder: Path, raw: dict[str, Any], name: str = "config.json") -> ModelC
 
 
 def mamba1(config: ModelConfig) -> Mamba1Sizes:
-    assert isinstance(config.mixer, Mamba1Sizes)
-    return config.mixer
+    assert isinstance(config.sizes, Mamba1Sizes)
+    return config.sizes
 
 
 def mamba2(config: ModelConfig) -> Mamba2Sizes:
-    assert isinstance(config.mixer, Mamba2Sizes)
-    return config.mixer
+    assert isinstance(config.sizes, Mamba2Sizes)
+    return config.sizes
 
 
 def test_transformers_mamba2(tmp_path: Path) -> None:

@@ -108,7 +108,7 @@ def test_dummy_weights(write: Any, tmp_path: Path) -> None:
 def test_state_formats(write: Any, tmp_path: Path) -> None:
     model = dummy(write(tmp_path), conv_dtype=torch.bfloat16, ssm_dtype=torch.float16)
     for spec in model.state_specs:
-        assert [t.dtype for t in spec.tensors] == [torch.bfloat16, torch.float16]
+        assert [t.dtype for t in spec.tensors[:2]] == [torch.bfloat16, torch.float16]
     logits = Driver(model).token_by_token(tokens(9))
     assert logits.isfinite().all()
 

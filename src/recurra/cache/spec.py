@@ -99,6 +99,24 @@ AnySpec = StateSpec | KVSpec
 LayerState = ConvSSM | PagedKV
 
 
+def recurrent(specs: tuple[AnySpec, ...]) -> tuple[StateSpec, ...]:
+    """Those that take a part of a sequence's slot."""
+    return tuple(spec for spec in specs if isinstance(spec, StateSpec))
+
+
+def paged(specs: tuple[AnySpec, ...]) -> tuple[KVSpec, ...]:
+    """Those whose tokens take a part of a page."""
+    return tuple(spec for spec in specs if isinstance(spec, KVSpec))
+
+
+def join_layers(
+    specs: tuple[AnySpec, ...], slots: tuple[ConvSSM, ...], pages: tuple[PagedKV, ...]
+) -> tuple[LayerState, ...]:
+    """The views of both pools in the order of ``specs``."""
+    of_slots, of_pages = iter(slots), iter(pages)
+    return tuple(next(of_slots) if isinstance(spec, StateSpec) else next(of_pages) for spec in specs)
+
+
 def scale_spec(shape: tuple[int, ...], dtype: torch.dtype) -> TensorSpec:
     """Scales of a state's rows: one for each row of the last dimension in 8 bits, none in other formats."""
     return TensorSpec("scale", shape[:-1] if dtype in SCALED else (0,), SCALE_DTYPE)

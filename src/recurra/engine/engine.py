@@ -15,6 +15,7 @@ from functools import partial
 
 from recurra.cache.alloc import SlotAllocator
 from recurra.cache.pool import StatePool
+from recurra.cache.spec import recurrent
 from recurra.config.engine import EngineConfig
 from recurra.engine.forward import make_forward
 from recurra.engine.loading import Parts, Progress, end_ids, load
@@ -66,7 +67,7 @@ class LLMEngine:
         device = settled.device.torch_device
         self.limits = parts.limits
         self.slots = SlotAllocator(parts.num_slots)
-        pool = StatePool(model.state_specs, parts.num_slots, device)
+        pool = StatePool(recurrent(model.state_specs), parts.num_slots, device)
         forward = make_forward(
             model, pool.layers, parts.ops, settled.device.num_threads, config.enforce_eager
         )

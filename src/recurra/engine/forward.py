@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from recurra.cache.spec import ConvSSM
+from recurra.cache.spec import ConvSSM, LayerState
 from recurra.engine.batch import prefill_part
 from recurra.models import CausalLM
 from recurra.ops import Ops
@@ -24,7 +24,7 @@ class Forward(Protocol):
 class EagerForward:
     """Every operator by itself."""
 
-    def __init__(self, model: CausalLM, states: tuple[ConvSSM, ...]) -> None:
+    def __init__(self, model: CausalLM, states: tuple[LayerState, ...]) -> None:
         self.model = model
         self.states = states
 
@@ -50,7 +50,7 @@ class StackForward:
 
 def make_forward(
     model: CausalLM,
-    states: tuple[ConvSSM, ...],
+    states: tuple[LayerState, ...],
     ops: Ops,
     num_threads: int,
     enforce_eager: bool,
@@ -61,5 +61,8 @@ def make_forward(
     if weights is None or ops.build_decode_stack is None:
         return eager
     return StackForward(
-        eager, ops.build_decode_stack(weights, tuple((s.conv, s.ssm) for s in states), num_threads)
+        eager,
+        ops.build_decode_stack(
+            weights, tuple((s.conv, s.ssm) for s in states if isinstance(s, ConvSSM)), num_threads
+        ),
     )

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from recurra.cache.pool import slot_bytes
+from recurra.cache.spec import recurrent
 from recurra.config.engine import EngineConfig
 from recurra.config.scheduler import SchedulerLimits
 from recurra.config.settle import ModelFacts, Settled, resolve, settle_slots
@@ -105,7 +106,7 @@ def _fit(
     )
     weights = {id(p): p.numel() * p.element_size() for p in bare.parameters()}
     free = free_state_bytes(settled.device, config.gpu_memory_utilization, sum(weights.values()))
-    return settle_slots(config, settled.device, slot_bytes(bare.state_specs), free)
+    return settle_slots(config, settled.device, slot_bytes(recurrent(bare.state_specs)), free)
 
 
 def load_tokenizer(config: EngineConfig, vocab_size: int) -> Tokenizer | None:

@@ -17,6 +17,7 @@ class Dtypes:
         act: activations, and the vectors that meet them (norm weights, biases, convolution filters).
         conv_state: windows of the convolution in the state pool.
         ssm_state: recurrent states in the state pool.
+        kv_state: keys and values in the page pool; None: like activations.
         residual_in_fp32: keep the residual stream in float32 when activations are narrower.
     """
 
@@ -25,6 +26,12 @@ class Dtypes:
     conv_state: torch.dtype
     ssm_state: torch.dtype = torch.float32
     residual_in_fp32: bool = True
+    kv_state: torch.dtype | None = None
+
+    @property
+    def kv(self) -> torch.dtype:
+        """Format of keys and values in the page pool."""
+        return self.kv_state or self.act
 
     @property
     def recurrence(self) -> torch.dtype:

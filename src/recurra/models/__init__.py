@@ -10,13 +10,13 @@ from importlib import import_module
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from recurra.errors import CheckpointError, ConfigError, UnknownArchitectureError
 from recurra.layers.dtypes import Dtypes
 from recurra.models.config import NAMES, Fields, Layout, ModelConfig, model_config, read_fields
-from recurra.models.family import CausalLM, Family
+from recurra.models.family import Build, CausalLM, Family
 from recurra.models.files import WeightFiles, find_pickle, find_safetensors
-from recurra.models.stack import TIED, MambaStack
 from recurra.models.weights import FLOATS, Progress, draw, load
 from recurra.ops import Ops
 
@@ -35,6 +35,7 @@ ARCHITECTURES = {
     "MambaForCausalLM": "recurra.models.mamba:MAMBA",
     "FalconMambaForCausalLM": "recurra.models.mamba:FALCON_MAMBA",
     "Mamba2ForCausalLM": "recurra.models.mamba2:MAMBA2",
+    "BambaForCausalLM": "recurra.models.bamba:BAMBA",
 }
 
 #: For configurations that name no architecture.
@@ -42,6 +43,7 @@ MODEL_TYPES = {
     "mamba": "MambaForCausalLM",
     "falcon_mamba": "FalconMambaForCausalLM",
     "mamba2": "Mamba2ForCausalLM",
+    "bamba": "BambaForCausalLM",
 }
 
 #: What ``load_format`` may be: safetensors, random weights, or pickles (``pytorch_model.bin``).
@@ -59,16 +61,20 @@ def read_config(path: Path) -> ModelConfig:
     layout, fields = read_fields(path)
     architecture = _architecture(layout, fields)
     family = _family(architecture)
-    fields.only(NAMES[layout].unsupported)
     if layout not in family.read:
         raise CheckpointError(f"{fields.file}: {architecture} doesn't come in the {layout.value} layout.")
+    if family.section is not None:
+        fields = fields.inside(family.section)
+    refused = NAMES[layout].unsupported.items()
+    fields.only({key: values for key, values in refused if key not in family.handles})
     return model_config(
         layout,
         fields,
         architecture=architecture,
         tied_default=family.tied_default,
-        torch_dtype=fields.number_format("dtype", "torch_dtype") or _stored_dtype(path, layout),
-        mixer=family.read[layout](fields),
+        torch_dtype=fields.number_format("dtype", "torch_dtype") or _stored_dtype(path, layout, family),
+        residual_default=family.residual_in_fp32,
+        sizes=family.read[layout](fields),
     )
 
 
@@ -81,6 +87,7 @@ def load_model(
     act_dtype: torch.dtype,
     conv_dtype: torch.dtype | None = None,
     ssm_dtype: torch.dtype = torch.float32,
+    kv_dtype: torch.dtype | None = None,
     load_format: str = "auto",
     seed: int = 0,
     progress: Progress | None = None,
@@ -95,6 +102,7 @@ def load_model(
             weights' dtype, the weights' dtype on a GPU, float64 for tests with the reference backend.
         conv_dtype: of the convolution windows in the state pool; None takes ``act_dtype``.
         ssm_dtype: of the recurrent states in the state pool.
+        kv_dtype: of keys and values in the page pool; None takes ``act_dtype``.
         load_format: "auto" (safetensors), "dummy" (random weights; only the configuration is needed) or
             "pt" (``pytorch_model.bin``, a pickle, through torch's restricted loader).
         seed: of the dummy weights.
@@ -106,15 +114,19 @@ def load_model(
     """
     if load_format not in LOAD_FORMATS:
         raise ConfigError("load_format", load_format, "unknown.", f"Valid: {', '.join(LOAD_FORMATS)}.")
-    files = None if load_format == "dummy" else _open_files(config, load_format)
     family = _family(config.architecture)
-    dtypes = Dtypes(weight_dtype, act_dtype, conv_dtype or act_dtype, ssm_dtype, config.residual_in_fp32)
-    model = MambaStack(config, family, ops=ops, dtypes=dtypes, device=device)
+    files = None if load_format == "dummy" else _open_files(config, family, load_format)
+    dtypes = Dtypes(
+        weight_dtype, act_dtype, conv_dtype or act_dtype, ssm_dtype, config.residual_in_fp32, kv_dtype
+    )
+    model = family.build(config, Build(ops, dtypes, device))
+    assert isinstance(model, nn.Module)
+    entries = family.entries(config)
     if files is None:
-        draw(model, family.entries, config.num_layers, seed, progress)
+        draw(model, entries, config.num_layers, seed, progress)
     else:
-        tied = TIED if config.tie_word_embeddings else None
-        load(model, family.entries, config.num_layers, files, tied, progress)
+        tied = family.tied if config.tie_word_embeddings else None
+        load(model, entries, config.num_layers, files, tied, progress)
         files.close()
     return model.eval()
 
@@ -127,11 +139,11 @@ def skeleton(
     act_dtype: torch.dtype,
     conv_dtype: torch.dtype,
     ssm_dtype: torch.dtype,
-) -> MambaStack:
+    kv_dtype: torch.dtype | None = None,
+) -> CausalLM:
     """The model without its weights, on the "meta" device: to count parameters and bytes."""
-    dtypes = Dtypes(weight_dtype, act_dtype, conv_dtype, ssm_dtype, config.residual_in_fp32)
-    meta = torch.device("meta")
-    return MambaStack(config, _family(config.architecture), ops=ops, dtypes=dtypes, device=meta)
+    dtypes = Dtypes(weight_dtype, act_dtype, conv_dtype, ssm_dtype, config.residual_in_fp32, kv_dtype)
+    return _family(config.architecture).build(config, Build(ops, dtypes, torch.device("meta")))
 
 
 def _architecture(layout: Layout, fields: Fields) -> str:
@@ -161,18 +173,18 @@ def _family(architecture: str) -> Family:
     return family
 
 
-def _open_files(config: ModelConfig, load_format: str) -> WeightFiles:
-    if load_format == "pt":
-        return WeightFiles(config.path, find_pickle(config.path))
-    return WeightFiles(config.path, find_safetensors(config.path, config.layout))
+def _open_files(config: ModelConfig, family: Family, load_format: str) -> WeightFiles:
+    path = config.path
+    found = find_pickle(path) if load_format == "pt" else find_safetensors(path, config.layout)
+    return WeightFiles(path, found, family.renames, family.skips)
 
 
-def _stored_dtype(path: Path, layout: Layout) -> torch.dtype:
+def _stored_dtype(path: Path, layout: Layout, family: Family) -> torch.dtype:
     """The embedding's format in a file's header, for configurations that don't say; float32 without files."""
     try:
-        files = WeightFiles(path, find_safetensors(path, layout))
+        files = WeightFiles(path, find_safetensors(path, layout), family.renames, family.skips)
     except CheckpointError:
         return torch.float32  # loading complains, if it comes to that; dummy weights need no file
-    stored = files.tensors.get(TIED[1])
+    stored = files.tensors.get(family.tied[1])
     files.close()
     return stored.dtype if stored is not None and stored.dtype in FLOATS else torch.float32

@@ -8,6 +8,7 @@ package (``config.json`` with ``d_model`` and ``n_layer``) and Mistral's (``para
 from __future__ import annotations
 
 import json
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -16,8 +17,6 @@ from typing import Any
 import torch
 
 from recurra.errors import CheckpointError
-from recurra.layers.mamba1 import Mamba1Sizes
-from recurra.layers.mamba2 import Mamba2Sizes
 
 
 class Layout(Enum):
@@ -47,7 +46,7 @@ class ModelConfig:
         bos_token_id: token that begins a text, or None.
         eos_token_ids: tokens that end one, perhaps none.
         max_length: tokens that the checkpoint claims to handle, or None: a recurrent model has no limit.
-        mixer: numbers of the layers that remember.
+        sizes: the family's numbers, read by its own file.
     """
 
     path: Path
@@ -64,7 +63,7 @@ class ModelConfig:
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
     max_length: int | None
-    mixer: Mamba1Sizes | Mamba2Sizes
+    sizes: Any
 
 
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -129,6 +128,35 @@ class Fields:
         if not isinstance(value, dict):
             raise self.wrong(key, "must be an object.")
         return Fields(value, self.file)
+
+    def inside(self, key: str) -> Fields:
+        """A nested object with what surrounds it: its keys go before those around; all of them without it."""
+        around = {name: value for name, value in self.raw.items() if name != key}
+        return Fields(around | self.section(key).raw, self.file)
+
+    def choice(self, key: str, known: Collection[str], default: str | None = None) -> str:
+        """One of the ``known`` words; without a default the key must be there."""
+        value = self._value(key, default)
+        if not isinstance(value, str) or value not in known:
+            raise self.wrong(key, f"unknown. Known: {', '.join(known)}.")
+        return value
+
+    def choices(self, key: str, known: Collection[str], count: int) -> tuple[str, ...]:
+        """A list of ``count`` of the ``known`` words, such as one kind a layer."""
+        value = self._value(key, None)
+        if not isinstance(value, list) or len(value) != count:
+            raise self.wrong(key, f"must be a list of {count} words.")
+        for word in value:
+            if word not in known:
+                raise self.wrong(key, f"{word!r} is unknown. Known: {', '.join(known)}.")
+        return tuple(value)
+
+    def numbers(self, key: str, count: int, default: Sequence[float] | None = None) -> tuple[float, ...]:
+        """A list of ``count`` numbers; without a default the key must be there."""
+        value = self._value(key, None if default is None else list(default))
+        if not isinstance(value, list) or len(value) != count:
+            raise self.wrong(key, f"must be a list of {count} numbers.")
+        return tuple(self.as_float(key, number) for number in value)
 
     def interval(self, key: str) -> tuple[float, float]:
         """Two bounds; transformers writes infinity as ``{"__float__": "Infinity"}``."""
@@ -264,14 +292,17 @@ def model_config(
     *,
     architecture: str,
     tied_default: bool,
+    residual_default: bool,
     torch_dtype: torch.dtype,
-    mixer: Mamba1Sizes | Mamba2Sizes,
+    sizes: Any,
 ) -> ModelConfig:
     """Join what every model has with its family's numbers.
 
     Args:
         tied_default: whether the head is the embedding when a transformers file doesn't say; in the
             original layouts it then is.
+        residual_default: whether the residual stream stays float32 when the file doesn't say.
+        sizes: the family's numbers.
         torch_dtype: of the stored weights.
     """
     names, path = NAMES[layout], fields.file.parent
@@ -282,16 +313,23 @@ def model_config(
         vocab_size=_vocabulary(layout, fields),
         hidden_size=fields.whole(names.hidden_size),
         num_layers=fields.whole(names.num_layers),
-        norm_eps=fields.number("layer_norm_epsilon", 1e-5),
+        norm_eps=_norm_eps(fields),
         tie_word_embeddings=fields.flag(names.tied, tied_default or layout is not Layout.TRANSFORMERS),
-        residual_in_fp32=fields.flag("residual_in_fp32", True),
+        residual_in_fp32=fields.flag("residual_in_fp32", residual_default),
         torch_dtype=torch_dtype,
         ssm_dtype=fields.number_format("mamba_ssm_cache_dtype"),
         bos_token_id=next(iter(fields.ids("bos_token_id")), None),
         eos_token_ids=_end_tokens(path, fields),
         max_length=_max_length(fields),
-        mixer=mixer,
+        sizes=sizes,
     )
+
+
+def _norm_eps(fields: Fields) -> float:
+    """Epsilon of the blocks' norms, under whichever name."""
+    names = ("layer_norm_epsilon", "rms_norm_eps", "norm_eps", "layer_norm_eps")
+    found = next((name for name in names if fields.raw.get(name) is not None), names[0])
+    return fields.number(found, 1e-5)
 
 
 def _vocabulary(layout: Layout, fields: Fields) -> int:

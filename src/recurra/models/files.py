@@ -33,10 +33,12 @@ _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF
 _SHARD = re.compile(r"(?P<stem>.+)-\d+-of-(?P<count>\d+)\.safetensors")
 
 
-def canonical(name: str) -> str:
-    """A tensor's name as transformers spells it."""
+def canonical(name: str, renames: Iterable[tuple[str, str]] = ()) -> str:
+    """A tensor's name as transformers spells it; ``renames`` are a family's own, (pattern, replacement)."""
     for pattern, replacement in _RENAMES:
         name = pattern.sub(replacement, name)
+    for own, replacement in renames:
+        name = re.sub(own, replacement, name)
     return name
 
 
@@ -54,18 +56,32 @@ class Stored:
 class WeightFiles:
     """The tensors of a folder under their canonical names. Files are opened one at a time.
 
+    Args:
+        folder: for complaints.
+        files: to read.
+        renames: spellings of a family, (pattern, replacement).
+        skips: patterns of names to leave out.
+
     Raises:
         CheckpointError: a file is damaged, missing from the shards, or two hold the same tensor.
     """
 
-    def __init__(self, folder: Path, files: list[Path]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        files: list[Path],
+        renames: tuple[tuple[str, str], ...] = (),
+        skips: tuple[str, ...] = (),
+    ) -> None:
         self.folder = folder
         self.files = files
         self.tensors: dict[str, Stored] = {}
         self._open: tuple[Path, Any] | None = None
         for file in files:
             for stored in self._header(file):
-                name = canonical(stored.name)
+                if any(re.match(pattern, stored.name) for pattern in skips):
+                    continue
+                name = canonical(stored.name, renames)
                 if name in self.tensors:
                     raise CheckpointError(f"{name} is in both {self.tensors[name].file} and {file}.")
                 self.tensors[name] = stored

@@ -6,13 +6,11 @@ import math
 
 import torch
 
-from recurra.layers.dtypes import Dtypes
 from recurra.layers.mamba1 import Mamba1Sizes, MambaMixer
 from recurra.models.config import Fields, Layout, ModelConfig
-from recurra.models.family import Family
-from recurra.models.stack import OUTER_ENTRIES
+from recurra.models.family import Build, Family
+from recurra.models.stack import OUTER_ENTRIES, TIED, MambaStack
 from recurra.models.weights import Entry, draw_ones, draw_steps, draw_zeros, filters, negative_exp
-from recurra.ops import Ops
 
 #: The layer's keyword arguments in the mamba_ssm package that say something about inference ...
 _SIZES = {"layer", "d_state", "d_conv", "expand", "dt_rank", "bias", "conv_bias"}
@@ -97,20 +95,31 @@ def _checked(sizes: Mamba1Sizes, fields: Fields, conv_key: str) -> Mamba1Sizes:
     return sizes
 
 
-def _mixer(config: ModelConfig, ops: Ops, dtypes: Dtypes, device: torch.device) -> MambaMixer:
-    assert isinstance(config.mixer, Mamba1Sizes)
-    return MambaMixer(config.mixer, ops=ops, dtypes=dtypes, device=device)
+def _build(config: ModelConfig, parts: Build) -> MambaStack:
+    sizes = config.sizes
+    assert isinstance(sizes, Mamba1Sizes)
+    return MambaStack(
+        config, lambda: MambaMixer(sizes, ops=parts.ops, dtypes=parts.dtypes, device=parts.device), parts
+    )
+
+
+def _entries(config: ModelConfig) -> tuple[Entry, ...]:
+    return ENTRIES
 
 
 MAMBA = Family(
     read={Layout.TRANSFORMERS: read_transformers, Layout.MAMBA_SSM: read_mamba_ssm},
-    mixer=_mixer,
-    entries=ENTRIES,
+    build=_build,
+    entries=_entries,
+    tied=TIED,
     tied_default=True,
+    residual_in_fp32=True,
 )
 FALCON_MAMBA = Family(
     read={Layout.TRANSFORMERS: read_falcon},
-    mixer=_mixer,
-    entries=ENTRIES,
+    build=_build,
+    entries=_entries,
+    tied=TIED,
     tied_default=True,
+    residual_in_fp32=True,
 )

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from recurra.layers.dtypes import Dtypes
 from recurra.layers.mamba2 import Mamba2Sizes, MambaMixer2
 from recurra.models.config import Fields, Layout, ModelConfig
-from recurra.models.family import Family
-from recurra.models.stack import OUTER_ENTRIES
+from recurra.models.family import Build, Family
+from recurra.models.stack import OUTER_ENTRIES, TIED, MambaStack
 from recurra.models.weights import Entry, draw_ones, draw_steps, draw_zeros, filters, negative_exp
-from recurra.ops import Ops
 
 #: The layer's keyword arguments in the mamba_ssm package that say something about inference ...
 _SIZES = {"layer", "d_state", "d_conv", "expand", "headdim", "ngroups", "bias", "conv_bias", "dt_limit"}
@@ -107,9 +105,16 @@ def _checked(sizes: Mamba2Sizes, fields: Fields, groups_key: str, conv_key: str)
     return sizes
 
 
-def _mixer(config: ModelConfig, ops: Ops, dtypes: Dtypes, device: torch.device) -> MambaMixer2:
-    assert isinstance(config.mixer, Mamba2Sizes)
-    return MambaMixer2(config.mixer, ops=ops, dtypes=dtypes, device=device)
+def _build(config: ModelConfig, parts: Build) -> MambaStack:
+    sizes = config.sizes
+    assert isinstance(sizes, Mamba2Sizes)
+    return MambaStack(
+        config, lambda: MambaMixer2(sizes, ops=parts.ops, dtypes=parts.dtypes, device=parts.device), parts
+    )
+
+
+def _entries(config: ModelConfig) -> tuple[Entry, ...]:
+    return ENTRIES
 
 
 MAMBA2 = Family(
@@ -118,7 +123,9 @@ MAMBA2 = Family(
         Layout.MAMBA_SSM: read_mamba_ssm,
         Layout.MISTRAL: read_mistral,
     },
-    mixer=_mixer,
-    entries=ENTRIES,
+    build=_build,
+    entries=_entries,
+    tied=TIED,
     tied_default=False,
+    residual_in_fp32=True,
 )

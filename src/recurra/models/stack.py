@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
-from recurra.cache.spec import ConvSSM, StateSpec
+from recurra.cache.spec import AnySpec, ConvSSM, LayerState
 from recurra.layers.base import mix
-from recurra.layers.dtypes import Dtypes
 from recurra.layers.embedding import Embedding, Head
 from recurra.layers.mamba1 import MambaMixer
 from recurra.layers.mamba2 import MambaMixer2
 from recurra.layers.norm import RMSNorm
 from recurra.models.config import ModelConfig
-from recurra.models.family import Family
+from recurra.models.family import Build
 from recurra.models.weights import Entry, draw_ones
-from recurra.ops import Ops
 from recurra.ops.decode_stack import StackWeights
 from recurra.types import ForwardBatch
 
@@ -30,7 +30,6 @@ OUTER_ENTRIES = (
     Entry("backbone.norm_f.weight", "norm_f.weight", draw=draw_ones),
     Entry("lm_head.weight", "head.weight"),
 )
-#: A tied head may be stored all the same, and must then equal the embedding.
 TIED = ("lm_head.weight", "backbone.embeddings.weight")
 
 
@@ -50,10 +49,11 @@ class MambaStack(nn.Module):
     """A pure stack of Mamba blocks with a language-model head (see :class:`recurra.models.family.CausalLM`)."""
 
     def __init__(
-        self, config: ModelConfig, family: Family, *, ops: Ops, dtypes: Dtypes, device: torch.device
+        self, config: ModelConfig, mixer: Callable[[], MambaMixer | MambaMixer2], parts: Build
     ) -> None:
         super().__init__()
         width, eps = config.hidden_size, config.norm_eps
+        ops, dtypes, device = parts.ops, parts.dtypes, parts.device
         self.vocab_size = config.vocab_size
         self.chunk_size = CPU_CHUNK if device.type == "cpu" else GPU_CHUNK
         self._dtypes = dtypes
@@ -61,7 +61,7 @@ class MambaStack(nn.Module):
         self.layers = nn.ModuleList(
             Block(
                 RMSNorm(width, eps, ops=ops, dtypes=dtypes, device=device),
-                family.mixer(config, ops, dtypes, device),
+                mixer(),
                 dtypes.act,
             )
             for _ in range(config.num_layers)
@@ -69,17 +69,18 @@ class MambaStack(nn.Module):
         self.norm_f = RMSNorm(width, eps, ops=ops, dtypes=dtypes, device=device)
         tied = self.embedding if config.tie_word_embeddings else None
         self.head = Head(config.vocab_size, width, tied=tied, ops=ops, dtypes=dtypes, device=device)
-        self.state_specs: tuple[StateSpec, ...] = tuple(block.mixer.state_spec() for block in self.blocks)
+        self.state_specs: tuple[AnySpec, ...] = tuple(block.mixer.state_spec() for block in self.blocks)
 
     @property
     def blocks(self) -> tuple[Block, ...]:
         """The blocks, typed."""
         return tuple(block for block in self.layers if isinstance(block, Block))
 
-    def forward(self, batch: ForwardBatch, states: tuple[ConvSSM, ...]) -> Tensor:
+    def forward(self, batch: ForwardBatch, states: tuple[LayerState, ...]) -> Tensor:
         """Hidden vectors (T, hidden) after the final norm; ``states`` are read and written in place."""
         residual: Tensor = self.embedding(batch.token_ids).to(self._dtypes.residual)
         for block, state in zip(self.blocks, states, strict=True):
+            assert isinstance(state, ConvSSM)
             residual = block(residual, batch, state)
         hidden: Tensor = self.norm_f(residual)
         return hidden.to(self._dtypes.act)

@@ -7,7 +7,7 @@ files, checking names and shapes, converting number formats while copying, and d
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -19,8 +19,8 @@ from recurra.models.files import Stored, WeightFiles
 #: Called with what is going on, bytes done and bytes in all.
 Progress = Callable[[str, int, int], None]
 
-#: Layer number in a name.
-LAYER = "{i}"
+#: Layer number, and an expert's, in a name.
+LAYER, EXPERT = "{i}", "{e}"
 
 _SHOWN = 8  # names in a complaint
 
@@ -66,22 +66,41 @@ def draw_steps(value: Tensor, generator: torch.Generator) -> None:
     value.copy_(steps + torch.log(-torch.expm1(-steps)))
 
 
+def whole(parameter: Tensor) -> Tensor:
+    """A stored tensor that fills its parameter (or an expert's part of it) alone."""
+    return parameter
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """The part of a parameter that a stored tensor fills: ``count`` rows from ``first`` on, of those it shares."""
+
+    first: int
+    count: int
+
+    def __call__(self, parameter: Tensor) -> Tensor:
+        return parameter[self.first : self.first + self.count]
+
+
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One tensor (or one of every layer) of a checkpoint and the parameter that it becomes.
+    """One tensor (or one of every layer, or of every expert) of a checkpoint and the parameter that it becomes.
 
     Attributes:
-        stored: name in the checkpoint; ``{i}`` stands for the layer's number.
-        target: path of the parameter in the model, likewise. An entry whose parameter the model lacks (a
-            bias that the configuration switches off) doesn't apply.
-        convert: from the stored tensor to the parameter's values and shape.
-        draw: fills the parameter in place with dummy values of the usual scale.
+        stored: name in the checkpoint; ``{i}`` stands for the layer's number and ``{e}`` for an expert's.
+        target: path of the parameter in the model, likewise with ``{i}``; where ``stored`` has ``{e}``, the
+            parameter's first dimension counts the experts. An entry whose parameter the model lacks (a
+            bias that the configuration switches off, a mixer of another kind) doesn't apply.
+        convert: from the stored tensor to the part's values and shape.
+        draw: fills the part in place with dummy values of the usual scale.
+        part: where several stored tensors share a parameter, the part that is this one's.
     """
 
     stored: str
     target: str
     convert: Callable[[Tensor], Tensor] = as_is
     draw: Callable[[Tensor, torch.Generator], None] = draw_matrix
+    part: Callable[[Tensor], Tensor] = whole
 
     def layers(self, count: int) -> Iterable[tuple[str, str]]:
         """(stored name, parameter path) of each layer, or the one pair of a tensor outside layers."""
@@ -89,28 +108,69 @@ class Entry:
         for i in numbers:
             yield self.stored.replace(LAYER, str(i)), self.target.replace(LAYER, str(i))
 
+    def parts(self, stored: str, parameter: Tensor) -> Iterable[tuple[str, Tensor]]:
+        """(stored name, the part that it fills) of each expert, or the one pair."""
+        if EXPERT not in stored:
+            yield stored, self.part(parameter)
+        else:
+            for e in range(parameter.shape[0]):
+                yield stored.replace(EXPERT, str(e)), self.part(parameter[e])
+
+
+@dataclass(frozen=True, slots=True)
+class Either:
+    """Several ways in which checkpoints store the same parameters.
+
+    ``forms``: a checkpoint map each. That one is used of which a checkpoint has a tensor; the first if it has
+    none, or if there is no checkpoint.
+    """
+
+    forms: tuple[tuple[Entry, ...], ...]
+
+
+#: A checkpoint map.
+Map = tuple[Entry | Either, ...]
+
 
 @dataclass(frozen=True, slots=True)
 class _Load:
     entry: Entry
-    parameter: nn.Parameter
+    parameter: Tensor  # or the part of it
 
 
-def _plan(model: nn.Module, entries: tuple[Entry, ...], num_layers: int) -> dict[str, _Load]:
-    """Checkpoint name to the parameter that it fills; every parameter is filled once."""
-    parameters = dict(model.named_parameters())
+def _plan(model: nn.Module, entries: Map, num_layers: int, stored: Collection[str]) -> dict[str, _Load]:
+    """Checkpoint name to what it fills; every value of every parameter is filled once."""
+    parameters = {name: p.data for name, p in model.named_parameters()}
+    unfilled = {name: p.numel() for name, p in parameters.items()}
     plan: dict[str, _Load] = {}
-    for entry in entries:
-        for stored, target in entry.layers(num_layers):
-            if target in parameters:
-                plan[stored] = _Load(entry, parameters.pop(target))
-    assert not parameters, f"the checkpoint map has no entry for {sorted(parameters)}"
+    for entry in _settled(entries, num_layers, stored):
+        for name, target in entry.layers(num_layers):
+            for stored, part in entry.parts(name, parameters[target]) if target in parameters else ():
+                assert stored not in plan, f"two entries for {stored}"
+                plan[stored] = _Load(entry, part)
+                unfilled[target] -= part.numel()
+    left = {name: count for name, count in unfilled.items() if count}
+    assert not left, f"the checkpoint map fills too little or too much of {left}"
     return plan
+
+
+def _settled(entries: Map, num_layers: int, stored: Collection[str]) -> Iterable[Entry]:
+    """The map with each choice made."""
+
+    def present(form: tuple[Entry, ...]) -> bool:
+        names = (name.replace(EXPERT, "0") for entry in form for name, _ in entry.layers(num_layers))
+        return any(name in stored for name in names)
+
+    for entry in entries:
+        if isinstance(entry, Either):
+            yield from next(filter(present, entry.forms), entry.forms[0])
+        else:
+            yield entry
 
 
 def load(
     model: nn.Module,
-    entries: tuple[Entry, ...],
+    entries: Map,
     num_layers: int,
     files: WeightFiles,
     tied: tuple[str, str] | None,
@@ -129,7 +189,7 @@ def load(
         CheckpointError: a tensor is missing, left over, misshapen, of a format that isn't a plain float,
             or unreadable; nothing was loaded if names, shapes or formats are at fault.
     """
-    plan = _plan(model, entries, num_layers)
+    plan = _plan(model, entries, num_layers, files.tensors)
     extra_copy = tied[0] if tied is not None and tied[0] in files.tensors else None
     _check(plan, files, extra_copy)
     total = sum(files.tensors[name].nbytes for name in plan)
@@ -148,13 +208,13 @@ def load(
 
 def draw(
     model: nn.Module,
-    entries: tuple[Entry, ...],
+    entries: Map,
     num_layers: int,
     seed: int,
     progress: Progress | None,
 ) -> None:
     """Fill every parameter with dummy values of the usual scale; the same ones for the same seed and device."""
-    plan = _plan(model, entries, num_layers)
+    plan = _plan(model, entries, num_layers, ())
     total = sum(load_.parameter.nbytes for load_ in plan.values())
     done = 0
     generators: dict[torch.device, torch.Generator] = {}

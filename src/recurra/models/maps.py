@@ -1,0 +1,87 @@
+"""Pieces of checkpoint maps that many families share."""
+
+from __future__ import annotations
+
+import torch
+
+from recurra.layers.attention import AttentionSizes
+from recurra.models.weights import Entry, Rows, draw_ones, draw_steps, draw_zeros, filters, negative_exp
+
+
+def draw_decays(value: torch.Tensor, generator: torch.Generator) -> None:
+    """A uniform in (-16, -1)."""
+    value.uniform_(-16.0, -1.0, generator=generator)
+
+
+def attention_entries(
+    sizes: AttentionSizes,
+    stored: str,
+    target: str,
+    *,
+    out: str = "o_proj",
+    norms: tuple[str, str] = ("q_norm", "k_norm"),
+) -> tuple[Entry, ...]:
+    """Separate q, k and v projections into the rows of one, the output projection, and norms by head.
+
+    Args:
+        stored: prefix of the names in the checkpoint, such as ``model.layers.{i}.self_attn``.
+        target: path of the :class:`recurra.layers.attention.Attention`, such as ``layers.{i}.mixer``.
+        out: name of the output projection in the checkpoint; ``norms`` of the norms.
+    """
+    q, kv = sizes.q_rows, sizes.kv_rows
+    places = (("q_proj", Rows(0, q)), ("k_proj", Rows(q, kv)), ("v_proj", Rows(q + kv, kv)))
+    found = [Entry(f"{stored}.{name}.weight", f"{target}.qkv.weight", part=place) for name, place in places]
+    found += [
+        Entry(f"{stored}.{name}.bias", f"{target}.qkv.bias", draw=draw_zeros, part=place)
+        for name, place in places
+    ]
+    found += [
+        Entry(f"{stored}.{out}.weight", f"{target}.out_proj.weight"),
+        Entry(f"{stored}.{out}.bias", f"{target}.out_proj.bias", draw=draw_zeros),
+        Entry(f"{stored}.{norms[0]}.weight", f"{target}.q_norm.weight", draw=draw_ones),
+        Entry(f"{stored}.{norms[1]}.weight", f"{target}.k_norm.weight", draw=draw_ones),
+    ]
+    return tuple(found)
+
+
+def gated_mlp_entries(
+    inner: int, stored: str, target: str, names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+) -> tuple[Entry, ...]:
+    """Gate and up projections into the halves of one, and the down projection; biases where there are any.
+
+    Args:
+        inner: rows of the gate.
+        stored, target: prefixes of names in the checkpoint and of the :class:`recurra.layers.mlp.GatedMLP`.
+        names: of gate, up and down in the checkpoint.
+    """
+    gate, up, down = names
+    places = ((gate, Rows(0, inner)), (up, Rows(inner, inner)))
+    return (
+        *(Entry(f"{stored}.{name}.weight", f"{target}.w_in.weight", part=place) for name, place in places),
+        *(
+            Entry(f"{stored}.{name}.bias", f"{target}.w_in.bias", draw=draw_zeros, part=place)
+            for name, place in places
+        ),
+        Entry(f"{stored}.{down}.weight", f"{target}.w_out.weight"),
+        Entry(f"{stored}.{down}.bias", f"{target}.w_out.bias", draw=draw_zeros),
+    )
+
+
+def mamba2_entries(stored: str, target: str) -> tuple[Entry, ...]:
+    """A Mamba-2 mixer as transformers stores it.
+
+    Args:
+        stored, target: prefixes of names in the checkpoint and of the :class:`recurra.layers.mamba2.MambaMixer2`.
+    """
+    return (
+        Entry(f"{stored}.in_proj.weight", f"{target}.in_proj.weight"),
+        Entry(f"{stored}.in_proj.bias", f"{target}.in_proj.bias", draw=draw_zeros),
+        Entry(f"{stored}.conv1d.weight", f"{target}.conv1d.weight", filters),
+        Entry(f"{stored}.conv1d.bias", f"{target}.conv1d.bias", draw=draw_zeros),
+        Entry(f"{stored}.A_log", f"{target}.A", negative_exp, draw_decays),
+        Entry(f"{stored}.D", f"{target}.D", draw=draw_ones),
+        Entry(f"{stored}.dt_bias", f"{target}.dt_bias", draw=draw_steps),
+        Entry(f"{stored}.norm.weight", f"{target}.norm.weight", draw=draw_ones),
+        Entry(f"{stored}.out_proj.weight", f"{target}.out_proj.weight"),
+        Entry(f"{stored}.out_proj.bias", f"{target}.out_proj.bias", draw=draw_zeros),
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from backends import Backend
@@ -260,7 +261,8 @@ def test_what_is_not_finite_stays_so_in_every_backend(backend: Backend, dtype: t
     value = torch.ones(1, 16, 20)
     value[0, 3, 7], value[0, 9, 19], value[0, 12, 0] = float("nan"), float("inf"), -float("inf")
     for rounding in (NEAREST, _at(1)):
-        read = _through_backend(backend, value, dtype, rounding)[2]
+        with np.errstate(invalid="ignore"):  # Triton's interpreter computes with numpy
+            read = _through_backend(backend, value, dtype, rounding)[2]
         assert read[0, 3, 7].isnan()
         assert not read[0, 9, 19].isfinite()
         assert not read[0, 12, 0].isfinite()

@@ -25,6 +25,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from recurra.ops.rounding import NEAREST, Rounding
 from recurra.types import Chunks
 
 #: Added to the sum of squares before a query's or key's norm is taken.
@@ -43,6 +44,8 @@ class GatedDeltaRuleVarlen(Protocol):
         cu_seqlens, slots, has_state, chunks: as in :class:`recurra.ops.conv1d.CausalConv1dVarlen`.
         scale: factor of the output.
         qk_l2norm: divide each q and k by sqrt(sum of its squares + 1e-6).
+        state_scale, rounding: scales of 8-bit states, **written in place**, and how states are rounded (see
+            :mod:`recurra.ops.rounding`).
 
     Returns:
         (T, Hv, V) in v's dtype.
@@ -63,6 +66,8 @@ class GatedDeltaRuleVarlen(Protocol):
         *,
         scale: float,
         qk_l2norm: bool,
+        state_scale: Tensor | None = None,
+        rounding: Rounding = NEAREST,
     ) -> Tensor: ...
 
 
@@ -73,6 +78,7 @@ class GatedDeltaRuleUpdate(Protocol):
         state: (slots, Hv, K, V), any slot stride, **written in place** for ``slots``.
         q, k, v, g, beta: as in :class:`GatedDeltaRuleVarlen`, a row a sequence. scale, qk_l2norm: as there.
         slots: (S,) int32; rows of slot 0 are padding: nothing but slot 0 is touched for them.
+        state_scale, rounding: as in :class:`GatedDeltaRuleVarlen`.
 
     Returns:
         (S, Hv, V) in v's dtype.
@@ -90,6 +96,8 @@ class GatedDeltaRuleUpdate(Protocol):
         *,
         scale: float,
         qk_l2norm: bool,
+        state_scale: Tensor | None = None,
+        rounding: Rounding = NEAREST,
     ) -> Tensor: ...
 
 

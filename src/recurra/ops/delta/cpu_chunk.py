@@ -15,8 +15,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from recurra.ops.cpu.calls import as_float32, states_by_slot
+from recurra.ops.cpu.calls import as_float32
 from recurra.ops.delta import NORM_EPS, check_shapes
+from recurra.ops.rounding import NEAREST, Rounding
+from recurra.ops.rounding.cpu import plain_states
 from recurra.types import Chunks
 
 _Q = 64  # tokens of a chunk
@@ -89,16 +91,18 @@ def gated_delta_rule_varlen(
     *,
     scale: float,
     qk_l2norm: bool,
+    state_scale: Tensor | None = None,
+    rounding: Rounding = NEAREST,
 ) -> Tensor:
     """See :class:`recurra.ops.delta.GatedDeltaRuleVarlen`.
 
     Raises:
-        ConfigError: inputs or states in a dtype that isn't float32, bfloat16 or float16.
+        ConfigError: inputs that aren't float32, bfloat16 or float16, or states in a dtype that they aren't kept in.
     """
     del chunks  # its own length suits the matrix products better
     check_shapes(q, k, v, g, beta, state)
     heads_a_key = v.shape[1] // q.shape[1]
-    states = states_by_slot(state, slots, "mamba_ssm_cache_dtype")
+    states = plain_states(state, state_scale, slots, rounding)
     wide = [as_float32(t, name) for name, t in (("q", q), ("k", k), ("v", v), ("beta", beta), ("g", g))]
     out = torch.empty(v.shape, dtype=torch.float32)
     bounds = cu_seqlens.tolist()

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from recurra.ops.cpu.calls import as_float32, row_bytes, run, states_by_slot, table, threads_for, unit_rows
+from recurra.ops.cpu.calls import as_float32, row_bytes, run, table, threads_for, unit_rows
 from recurra.ops.cpu.jit import kernel
 from recurra.ops.cpu.maths import exp
 from recurra.ops.cpu.threads import claim
@@ -32,6 +32,8 @@ from recurra.ops.cpu.vectors import (
     word,
 )
 from recurra.ops.delta import NORM_EPS, check_shapes
+from recurra.ops.rounding import NEAREST, Rounding
+from recurra.ops.rounding.cpu import plain_states
 
 _PANEL = 4 * LANES
 
@@ -162,17 +164,19 @@ def gated_delta_rule_update(
     *,
     scale: float,
     qk_l2norm: bool,
+    state_scale: Tensor | None = None,
+    rounding: Rounding = NEAREST,
 ) -> Tensor:
     """See :class:`recurra.ops.delta.GatedDeltaRuleUpdate`. Padding rows give zeros.
 
     Raises:
-        ConfigError: inputs or states in a dtype that isn't float32, bfloat16 or float16.
+        ConfigError: inputs that aren't float32, bfloat16 or float16, or states in a dtype that they aren't kept in.
     """
     check_shapes(q, k, v, g, beta, state)
     rows, key_heads, keys = q.shape
     heads, values = v.shape[1:]
     given = slots.to(torch.int32).contiguous()
-    states = states_by_slot(state, given, "mamba_ssm_cache_dtype")
+    states = plain_states(state, state_scale, given, rounding)
     qs, ks, vs = unit_rows(q, "q"), unit_rows(k, "k"), unit_rows(v, "v")
     gs, bs = unit_rows(g, "g"), as_float32(beta, "beta").contiguous()
     out = torch.empty(v.shape, dtype=torch.float32)

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from recurra.ops.delta.triton_chunk import gated_delta_rule_varlen as _by_any_decay
 from recurra.ops.delta.triton_update import gated_delta_rule_update
+from recurra.ops.rounding import NEAREST, Rounding
 from recurra.types import Chunks
 
 __all__ = ["gated_delta_rule_update", "gated_delta_rule_varlen"]
@@ -25,6 +26,8 @@ def gated_delta_rule_varlen(
     *,
     scale: float,
     qk_l2norm: bool,
+    state_scale: Tensor | None = None,
+    rounding: Rounding = NEAREST,
 ) -> Tensor:
     """See :class:`recurra.ops.delta.GatedDeltaRuleVarlen`.
 
@@ -34,5 +37,6 @@ def gated_delta_rule_varlen(
     if g.dim() == 2:
         g = g[:, :, None].expand(*g.shape, k.shape[2])
     return _by_any_decay(
-        q, k, v, g, beta, state, cu_seqlens, slots, has_state, chunks, scale=scale, qk_l2norm=qk_l2norm
-    )
+        q, k, v, g, beta, state, cu_seqlens, slots, has_state, chunks, scale=scale, qk_l2norm=qk_l2norm,
+        state_scale=state_scale, rounding=rounding,
+    )  # fmt: skip

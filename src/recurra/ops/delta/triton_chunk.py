@@ -15,6 +15,8 @@ from torch import Tensor
 
 from recurra.ops.delta import NORM_EPS, check_shapes
 from recurra.ops.delta.triton_prepare import BLOCK, prepare_kernel, scores_kernel, solve_kernel
+from recurra.ops.rounding import NEAREST, Rounding
+from recurra.ops.rounding.triton import plain_states
 from recurra.types import Chunks
 
 
@@ -141,6 +143,8 @@ def gated_delta_rule_varlen(
     *,
     scale: float,
     qk_l2norm: bool,
+    state_scale: Tensor | None = None,
+    rounding: Rounding = NEAREST,
 ) -> Tensor:
     """See :class:`recurra.ops.delta.GatedDeltaRuleVarlen`."""
     check_shapes(q, k, v, g, beta, state)
@@ -168,6 +172,7 @@ def gated_delta_rule_varlen(
     system = torch.empty((tokens, heads, tiles.tokens), dtype=torch.float32, device=v.device)
     weights = torch.empty((tokens, heads, tiles.tokens), dtype=v.dtype, device=v.device)
     rows = (q.stride(0), q.stride(1), k.stride(0), k.stride(1))
+    states = plain_states(state, state_scale, slots, has_state, rounding)
     with torch.cuda.device_of(v):
         prepare_kernel[(pieces,)](
             q, k, g, beta, sums, tails, entering_q, solved_k, leaving_k, totals, chunks.start, chunks.length,
@@ -191,9 +196,10 @@ def gated_delta_rule_varlen(
             BC=tiles.solve, num_warps=4, num_stages=1,
         )  # fmt: skip
         _scan_kernel[(slots.shape[0] * heads * triton.cdiv(value, tiles.scan),)](
-            entering_q, solved_k, leaving_k, solved_v, weights, totals, state, out, cu_seqlens, slots,
-            has_state, chunks.cu_chunks, state.stride(0),
+            entering_q, solved_k, leaving_k, solved_v, weights, totals, states.rows, out, cu_seqlens,
+            states.slots, has_state, chunks.cu_chunks, states.rows.stride(0),
             H=heads, K=key, V=value, Q=chunks.size, PRECISION=tiles.precision, BT=tiles.tokens, BK=tiles.key,
             BV=tiles.scan, num_warps=4, num_stages=tiles.stages,
         )  # fmt: skip
+    states.commit(cu_seqlens)
     return out

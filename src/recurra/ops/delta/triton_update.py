@@ -8,11 +8,13 @@ import triton.language as tl
 from torch import Tensor
 
 from recurra.ops.delta import NORM_EPS, check_shapes
+from recurra.ops.rounding import NEAREST, Rounding
+from recurra.ops.rounding.triton import plain_states
 
 _TILE = 4096  # state elements of a program
 
 
-@triton.jit(do_not_specialize_on_alignment=["slots"])
+@triton.jit(do_not_specialize_on_alignment=["slots", "places"])
 def _update_kernel(
     state,
     q,
@@ -21,6 +23,7 @@ def _update_kernel(
     g,
     beta,
     slots,
+    places,
     out,
     scale,
     eps,
@@ -52,13 +55,13 @@ def _update_kernel(
     row = (pid // (blocks * H)).to(tl.int64)
     ki = tl.arange(0, BK)
     k_ok, v_ok = ki < K, vi < V
-    slot = tl.load(slots + row).to(tl.int64)
+    place = tl.load(places + row).to(tl.int64)
     y_at = out + (row * H + h) * V + vi
-    if slot == 0:
+    if tl.load(slots + row) == 0:
         tl.store(y_at, tl.zeros((BV,), out.dtype.element_ty), mask=v_ok)
         return
     ok = k_ok[:, None] & v_ok[None, :]
-    tile = state + slot * state_slot + h * (K * V) + ki[:, None] * V + vi[None, :]
+    tile = state + place * state_slot + h * (K * V) + ki[:, None] * V + vi[None, :]
     carried = tl.load(tile, mask=ok, other=0.0).to(tl.float32)
     key_head = h // HEADS_A_KEY
     query = tl.load(q + row * q_row + key_head * q_head + ki, mask=k_ok, other=0.0).to(tl.float32)
@@ -92,6 +95,8 @@ def gated_delta_rule_update(
     *,
     scale: float,
     qk_l2norm: bool,
+    state_scale: Tensor | None = None,
+    rounding: Rounding = NEAREST,
 ) -> Tensor:
     """See :class:`recurra.ops.delta.GatedDeltaRuleUpdate`. The output of padding rows is zero."""
     check_shapes(q, k, v, g, beta, state)
@@ -105,12 +110,14 @@ def gated_delta_rule_update(
         return out
     block_k = triton.next_power_of_2(key)
     block_v = min(triton.next_power_of_2(value), max(8, _TILE // block_k))
+    states = plain_states(state, state_scale, slots, None, rounding)
     with torch.cuda.device_of(v):
         _update_kernel[(rows * heads * triton.cdiv(value, block_v),)](
-            state, q, k, v, g, beta, slots, out, float(scale), NORM_EPS, state.stride(0),
+            states.rows, q, k, v, g, beta, slots, states.slots, out, float(scale), NORM_EPS, states.rows.stride(0),
             q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
             g.stride(0), g.stride(1), g.stride(2) if g.dim() == 3 else 0, beta.stride(0), beta.stride(1),
             H=heads, K=key, V=value, HEADS_A_KEY=heads // key_heads, BY_CHANNEL=g.dim() == 3, NORM=qk_l2norm,
             BK=block_k, BV=block_v, num_warps=4,
         )  # fmt: skip
+    states.commit(None)
     return out

@@ -12,6 +12,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from recurra.ops.rounding import NEAREST, Rounding
 from recurra.types import Chunks
 
 
@@ -24,6 +25,8 @@ class LightningAttentionVarlen(Protocol):
         state: (slots, H, K, V), any slot stride, **written in place** for ``slots``.
         cu_seqlens, slots, has_state, chunks: as in :class:`recurra.ops.conv1d.CausalConv1dVarlen`.
         scale: factor of the output.
+        state_scale, rounding: scales of 8-bit states, **written in place**, and how states are rounded (see
+            :mod:`recurra.ops.rounding`).
 
     Returns:
         (T, H, V) in v's dtype.
@@ -42,6 +45,8 @@ class LightningAttentionVarlen(Protocol):
         chunks: Chunks,
         *,
         scale: float = 1.0,
+        state_scale: Tensor | None = None,
+        rounding: Rounding = NEAREST,
     ) -> Tensor: ...
 
 
@@ -53,6 +58,7 @@ class LightningAttentionUpdate(Protocol):
         q, k: (S, H, K); v: (S, H, V), any row stride. log_decay, scale: as in
             :class:`LightningAttentionVarlen`.
         slots: (S,) int32; rows of slot 0 are padding: nothing but slot 0 is touched for them.
+        state_scale, rounding: as in :class:`LightningAttentionVarlen`.
 
     Returns:
         (S, H, V) in v's dtype.
@@ -68,6 +74,8 @@ class LightningAttentionUpdate(Protocol):
         slots: Tensor,
         *,
         scale: float = 1.0,
+        state_scale: Tensor | None = None,
+        rounding: Rounding = NEAREST,
     ) -> Tensor: ...
 
 

@@ -16,8 +16,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from recurra.ops.cpu.calls import as_float32, states_by_slot
+from recurra.ops.cpu.calls import as_float32
 from recurra.ops.linear_attention import check_shapes
+from recurra.ops.rounding import NEAREST, Rounding
+from recurra.ops.rounding.cpu import plain_states
 from recurra.types import Chunks
 
 _Q = 64  # tokens of a chunk
@@ -63,15 +65,17 @@ def lightning_attention_varlen(
     chunks: Chunks,
     *,
     scale: float = 1.0,
+    state_scale: Tensor | None = None,
+    rounding: Rounding = NEAREST,
 ) -> Tensor:
     """See :class:`recurra.ops.linear_attention.LightningAttentionVarlen`.
 
     Raises:
-        ConfigError: inputs or states in a dtype that isn't float32, bfloat16 or float16.
+        ConfigError: inputs that aren't float32, bfloat16 or float16, or states in a dtype that they aren't kept in.
     """
     del chunks  # its own length suits the matrix products better
     check_shapes(q, k, v, log_decay, state)
-    states = states_by_slot(state, slots, "mamba_ssm_cache_dtype")
+    states = plain_states(state, state_scale, slots, rounding)
     wide = [as_float32(t, name) for t, name in ((q, "q"), (k, "k"), (v, "v"))]
     out = torch.empty(v.shape, dtype=torch.float32)
     decays = _Decays.of(log_decay)

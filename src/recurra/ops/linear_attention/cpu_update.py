@@ -5,12 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from recurra.ops.cpu.calls import as_float32, row_bytes, run, states_by_slot, table, threads_for, unit_rows
+from recurra.ops.cpu.calls import as_float32, row_bytes, run, table, threads_for, unit_rows
 from recurra.ops.cpu.jit import kernel
 from recurra.ops.cpu.threads import claim
 from recurra.ops.cpu.tiles import load_some, store_some
 from recurra.ops.cpu.vectors import LANES, fma, get, load, mul, real, slot_at, splat, store, word
 from recurra.ops.linear_attention import check_shapes
+from recurra.ops.rounding import NEAREST, Rounding
+from recurra.ops.rounding.cpu import plain_states
 
 _PANEL = 4 * LANES  # columns whose values and outputs stay in registers
 
@@ -89,17 +91,19 @@ def lightning_attention_update(
     slots: Tensor,
     *,
     scale: float = 1.0,
+    state_scale: Tensor | None = None,
+    rounding: Rounding = NEAREST,
 ) -> Tensor:
     """See :class:`recurra.ops.linear_attention.LightningAttentionUpdate`. Padding rows give zeros.
 
     Raises:
-        ConfigError: inputs or states in a dtype that isn't float32, bfloat16 or float16.
+        ConfigError: inputs that aren't float32, bfloat16 or float16, or states in a dtype that they aren't kept in.
     """
     check_shapes(q, k, v, log_decay, state)
     rows, heads, keys = q.shape
     values = v.shape[2]
     given = slots.to(torch.int32).contiguous()
-    states = states_by_slot(state, given, "mamba_ssm_cache_dtype")
+    states = plain_states(state, state_scale, given, rounding)
     qs, ks, vs = unit_rows(q, "q"), unit_rows(k, "k"), unit_rows(v, "v")
     decay = torch.exp(as_float32(log_decay, "log_decay")).contiguous()
     out = torch.empty(v.shape, dtype=torch.float32)

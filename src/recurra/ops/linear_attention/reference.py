@@ -7,6 +7,8 @@ from torch import Tensor
 
 from recurra.ops.linear_attention import check_shapes
 from recurra.ops.precision import wide
+from recurra.ops.rounding import NEAREST, Rounding
+from recurra.ops.rounding.reference import load, store
 from recurra.types import Chunks
 
 
@@ -19,14 +21,15 @@ def lightning_attention_update(
     slots: Tensor,
     *,
     scale: float = 1.0,
+    state_scale: Tensor | None = None,
+    rounding: Rounding = NEAREST,
 ) -> Tensor:
     """See :class:`recurra.ops.linear_attention.LightningAttentionUpdate`."""
     check_shapes(q, k, v, log_decay, state)
     dtype = wide(q, state)
-    index = slots.long()
     decay = torch.exp(log_decay.to(dtype))[:, None, None]
-    new = decay * state[index].to(dtype) + k.to(dtype)[..., None] * v.to(dtype)[:, :, None, :]
-    state[index] = new.to(state.dtype)
+    new = decay * load(state, state_scale, slots, dtype) + k.to(dtype)[..., None] * v.to(dtype)[:, :, None, :]
+    store(state, state_scale, slots, new, rounding)
     return (scale * (q.to(dtype)[..., None] * new).sum(2)).to(v.dtype)
 
 
@@ -42,6 +45,8 @@ def lightning_attention_varlen(
     chunks: Chunks,
     *,
     scale: float = 1.0,
+    state_scale: Tensor | None = None,
+    rounding: Rounding = NEAREST,
 ) -> Tensor:
     """See :class:`recurra.ops.linear_attention.LightningAttentionVarlen`."""
     del chunks
@@ -49,11 +54,12 @@ def lightning_attention_varlen(
     out = torch.empty_like(v, memory_format=torch.contiguous_format)
     bounds = cu_seqlens.tolist()
     zero = slots.new_zeros(1)
-    for s, slot in enumerate(slots.tolist()):
+    for s in range(slots.shape[0]):
         if bounds[s] == bounds[s + 1]:
             continue
         # The carried state stays wide between tokens; it is rounded once, at the sequence's end.
-        carried = state[slot : slot + 1].to(wide(q, state)).clone()
+        slot = slots[s : s + 1]
+        carried = load(state, state_scale, slot, wide(q, state))
         if not has_state[s]:
             carried = torch.zeros_like(carried)
         for t in range(bounds[s], bounds[s + 1]):
@@ -61,5 +67,5 @@ def lightning_attention_varlen(
             out[row] = lightning_attention_update(
                 carried, q[row], k[row], v[row], log_decay, zero, scale=scale
             )
-        state[slot] = carried[0].to(state.dtype)
+        store(state, state_scale, slot, carried, rounding)
     return out

@@ -15,6 +15,8 @@ import triton.language as tl
 from torch import Tensor
 
 from recurra.ops.linear_attention import check_shapes
+from recurra.ops.rounding import NEAREST, Rounding
+from recurra.ops.rounding.triton import plain_states
 from recurra.types import Chunks
 
 
@@ -180,6 +182,8 @@ def lightning_attention_varlen(
     chunks: Chunks,
     *,
     scale: float = 1.0,
+    state_scale: Tensor | None = None,
+    rounding: Rounding = NEAREST,
 ) -> Tensor:
     """See :class:`recurra.ops.linear_attention.LightningAttentionVarlen`."""
     check_shapes(q, k, v, log_decay, state)
@@ -201,10 +205,11 @@ def lightning_attention_varlen(
     parts = triton.cdiv(chunks.size, block_t)
     before = torch.empty((num_chunks * parts, heads, key, value), dtype=v.dtype, device=v.device)
     v_blocks = triton.cdiv(value, block_v)
+    states = plain_states(state, state_scale, slots, has_state, rounding)
     with torch.cuda.device_of(v):
         _states_kernel[(slots.shape[0] * heads * triton.cdiv(key, block_k) * v_blocks,)](
-            k, v, log_decay, state, before, cu_seqlens, slots, has_state, chunks.cu_chunks,
-            k.stride(0), k.stride(1), v.stride(0), v.stride(1), state.stride(0),
+            k, v, log_decay, states.rows, before, cu_seqlens, states.slots, has_state, chunks.cu_chunks,
+            k.stride(0), k.stride(1), v.stride(0), v.stride(1), states.rows.stride(0),
             H=heads, K=key, V=value, Q=chunks.size, PRECISION=precision, BT=block_t, BK=block_k, BV=block_v,
             num_warps=4, num_stages=2,
         )  # fmt: skip
@@ -214,4 +219,5 @@ def lightning_attention_varlen(
             H=heads, K=key, V=value, Q=chunks.size, PRECISION=precision, BT=block_t, BK=block_k, BV=block_v,
             num_warps=4, num_stages=2,
         )  # fmt: skip
+    states.commit(cu_seqlens)
     return out

@@ -8,11 +8,13 @@ import triton.language as tl
 from torch import Tensor
 
 from recurra.ops.linear_attention import check_shapes
+from recurra.ops.rounding import NEAREST, Rounding
+from recurra.ops.rounding.triton import plain_states
 
 _TILE = 4096  # state elements of a program
 
 
-@triton.jit(do_not_specialize_on_alignment=["slots"])
+@triton.jit(do_not_specialize_on_alignment=["slots", "places"])
 def _update_kernel(
     state,
     q,
@@ -20,6 +22,7 @@ def _update_kernel(
     v,
     log_decay,
     slots,
+    places,
     out,
     scale,
     state_slot,
@@ -42,13 +45,13 @@ def _update_kernel(
     row = (pid // (blocks * H)).to(tl.int64)
     ki = tl.arange(0, BK)
     k_ok, v_ok = ki < K, vi < V
-    slot = tl.load(slots + row).to(tl.int64)
+    place = tl.load(places + row).to(tl.int64)
     y_at = out + (row * H + h) * V + vi
-    if slot == 0:
+    if tl.load(slots + row) == 0:
         tl.store(y_at, tl.zeros((BV,), out.dtype.element_ty), mask=v_ok)
         return
     ok = k_ok[:, None] & v_ok[None, :]
-    tile = state + slot * state_slot + h * (K * V) + ki[:, None] * V + vi[None, :]
+    tile = state + place * state_slot + h * (K * V) + ki[:, None] * V + vi[None, :]
     carried = tl.load(tile, mask=ok, other=0.0).to(tl.float32)
     decay = tl.exp(tl.load(log_decay + h))
     query = tl.load(q + row * q_row + h * q_head + ki, mask=k_ok, other=0.0).to(tl.float32)
@@ -69,6 +72,8 @@ def lightning_attention_update(
     slots: Tensor,
     *,
     scale: float = 1.0,
+    state_scale: Tensor | None = None,
+    rounding: Rounding = NEAREST,
 ) -> Tensor:
     """See :class:`recurra.ops.linear_attention.LightningAttentionUpdate`. The output of padding rows is zero."""
     check_shapes(q, k, v, log_decay, state)
@@ -82,10 +87,12 @@ def lightning_attention_update(
         return out
     block_k = triton.next_power_of_2(key)
     block_v = min(triton.next_power_of_2(value), max(8, _TILE // block_k))
+    states = plain_states(state, state_scale, slots, None, rounding)
     with torch.cuda.device_of(v):
         _update_kernel[(rows * heads * triton.cdiv(value, block_v),)](
-            state, q, k, v, log_decay, slots, out, float(scale), state.stride(0),
+            states.rows, q, k, v, log_decay, slots, states.slots, out, float(scale), states.rows.stride(0),
             q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
             H=heads, K=key, V=value, BK=block_k, BV=block_v, num_warps=4,
         )  # fmt: skip
+    states.commit(None)
     return out

@@ -13,10 +13,11 @@ Finite numbers never make one, and below 3e38 none overflows.
 
 **Nearest** is ties to even.
 
-**Stochastic** adds a random number below one unit in the last place to the magnitude (in int8: to the number)
-and cuts off the rest. Random numbers have 16 bits; float16 takes the upper 13, which is all that it drops.
-Numbers below the smallest normal one have the same unit as it: a constant moves them there and back. In 16
-bits, numbers past the largest overflow to infinity, as they do to nearest.
+**Stochastic** adds a random part of a unit in the last place to the magnitude and cuts off what the format can't
+hold, so that a number goes up as often as it is far up, and one that fits stays. Random numbers r have 16 bits;
+float16 takes the lower 13, which is all that it drops. Numbers below the smallest normal one have its unit. (int8,
+whose units are all alike, adds r - 1/2 of one and takes the nearest: the same.) Past 65,504 a finite number
+stays there in float16; in bfloat16 it may become infinite from 3.39e38 on, as it does to nearest.
 
 **Draws.** Philox 4x32 (Salmon et al., 2011) with the seed as key gives 128 bits, which eight numbers share:
 the draw of counter

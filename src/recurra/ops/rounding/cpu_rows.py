@@ -21,6 +21,7 @@ from recurra.ops.cpu.vectors import (
     LANES,
     f32x16,
     first_lanes,
+    fma_of,
     get,
     ivec,
     load_bf16,
@@ -134,18 +135,6 @@ def _abs(builder: Any, x: Any) -> Any:
     return _lanes(builder, builder.and_(_bits(builder, x), _all(0x7FFFFFFF)))
 
 
-def _add_and_cut(builder: Any, x: Any, noise: Any, dropped: int, smallest: float) -> Any:
-    """A number of the format that drops so many of float32's bits, by chance (see the reference)."""
-    magnitude = _abs(builder, x)
-    small = builder.fcmp_ordered("<", magnitude, _same(smallest))
-    offset = builder.select(small, _same(smallest), _same(0.0))
-    shifted = builder.add(_bits(builder, builder.fadd(magnitude, offset)), noise)
-    cut = builder.and_(shifted, _all(-(1 << dropped)))
-    sized = _bits(builder, builder.fsub(_lanes(builder, cut), offset))
-    signed = builder.or_(sized, builder.and_(_bits(builder, x), _all(-0x80000000)))
-    return builder.select(builder.fcmp_unordered("uno", x, x), x, _lanes(builder, signed))
-
-
 def _f16_code(builder: Any, x: Any) -> Any:
     return builder.zext(builder.bitcast(builder.fptrunc(x, _halves), _shorts), ivec)
 
@@ -171,13 +160,39 @@ def _f16_nearest(builder: Any, x: Any) -> Any:
 
 @instruction(f32x16, (f32x16, f32x16))
 def _f16_chance(builder: Any, x: Any, noise: Any) -> Any:
-    bits = builder.lshr(_bits(builder, noise), _all(3))
-    return _lanes(builder, _f16_code(builder, _add_and_cut(builder, x, bits, 13, 2.0**-14)))
+    """13 bits of a unit in the last place added, away from zero, and the rest cut off."""
+    bits, sign = _bits(builder, x), _all(-0x80000000)
+    exponent = builder.and_(bits, _all(0x7F800000))
+    larger = builder.icmp_signed(">", exponent, _all(0x38800000))
+    unit = builder.select(larger, exponent, _all(0x38800000))
+    signed = _lanes(builder, builder.or_(unit, builder.and_(bits, sign)))
+    part = builder.or_(builder.and_(_bits(builder, noise), _all(0x1FFF)), _all(0x3F800000))
+    share = builder.fsub(_lanes(builder, part), _same(1.0))
+    moved = fma_of(builder, share, signed, x)  # the product is exact
+    nearest = builder.fptrunc(moved, _halves)
+    away = builder.fcmp_ordered(">", _abs(builder, builder.fpext(nearest, vec)), _abs(builder, moved))
+    code = builder.zext(builder.bitcast(nearest, _shorts), ivec)
+    return _lanes(builder, builder.sub(code, builder.zext(away, ivec)))
 
 
-def _fp8_signed(builder: Any, x: Any, code: Any) -> Any:
+@instruction(f32x16, (f32x16, f32x16))
+def _fp8_chance(builder: Any, x: Any, noise: Any) -> Any:
+    """16 bits of a unit in the last place added, and the rest cut off (see the reference)."""
+    magnitude = _abs(builder, x)
+    small = builder.fcmp_ordered("<", magnitude, _same(2.0**-6))
+    shifted = builder.fadd(magnitude, builder.select(small, _same(2.0**-6), _same(0.0)))
+    bits = builder.or_(builder.shl(_bits(builder, noise), _all(4)), _all(8))
+    code = builder.lshr(builder.add(_bits(builder, shifted), bits), _all(20))
+    code = builder.sub(code, builder.select(small, _all(968), _all(960)))
     sign = builder.and_(builder.lshr(_bits(builder, x), _all(24)), _all(0x80))
     return _lanes(builder, builder.or_(builder.and_(code, _all(0x7F)), sign))
+
+
+@instruction(f32x16, (f32x16, f32x16))
+def _int8_dither(builder: Any, x: Any, noise: Any) -> Any:
+    """Within one half."""
+    part = builder.or_(_bits(builder, noise), _all(0x43000001))
+    return builder.fadd(x, builder.fsub(_lanes(builder, part), _same(128.5)))
 
 
 @instruction(f32x16, (f32x16,))
@@ -189,30 +204,14 @@ def _fp8_nearest(builder: Any, x: Any) -> Any:
     up = builder.lshr(builder.add(builder.add(bits, _all(0x7FFFF)), odd), _all(20))
     units = _bits(builder, builder.fadd(magnitude, _same(16384.0)))
     small = builder.fcmp_ordered("<", magnitude, _same(2.0**-6))
-    return _fp8_signed(builder, x, builder.select(small, units, builder.sub(up, _all(960))))
-
-
-@instruction(f32x16, (f32x16, f32x16))
-def _fp8_chance(builder: Any, x: Any, noise: Any) -> Any:
-    magnitude = _abs(builder, x)
-    small = builder.fcmp_ordered("<", magnitude, _same(2.0**-6))
-    shifted = builder.fadd(magnitude, builder.select(small, _same(2.0**-6), _same(0.0)))
-    bits = builder.or_(builder.shl(_bits(builder, noise), _all(4)), _all(8))
-    code = builder.lshr(builder.add(_bits(builder, shifted), bits), _all(20))
-    return _fp8_signed(builder, x, builder.sub(code, builder.select(small, _all(968), _all(960))))
+    code = builder.and_(builder.select(small, units, builder.sub(up, _all(960))), _all(0x7F))
+    sign = builder.and_(builder.lshr(_bits(builder, x), _all(24)), _all(0x80))
+    return _lanes(builder, builder.or_(code, sign))
 
 
 @instruction(f32x16, (f32x16,))
 def _int8_nearest(builder: Any, x: Any) -> Any:
     return builder.fadd(x, _same(12582912.0))
-
-
-@instruction(f32x16, (f32x16, f32x16))
-def _int8_chance(builder: Any, x: Any, noise: Any) -> Any:
-    """768 + x has 14 bits behind the point, which the noise fills."""
-    bits = builder.lshr(_bits(builder, noise), _all(2))
-    up = builder.add(_bits(builder, builder.fadd(x, _same(768.0))), bits)
-    return _lanes(builder, builder.lshr(up, _all(14)))
 
 
 def _write(builder: Any, at: Any, codes: Any, kind: Any, name: str, align: int, count: Any) -> None:
@@ -368,7 +367,8 @@ def _by_chance(kind: int, at: int, x: Any, noise: Any, count: int) -> None:
     elif kind == FP8:
         _write_8(at, _fp8_chance(x, noise), count)
     elif kind == INT8:
-        _write_8(at, _int8_chance(where_less(x, splat(127.0), x, splat(127.0)), noise), count)
+        x = where_less(x, splat(127.0), x, splat(127.0))
+        _write_8(at, _int8_nearest(_int8_dither(x, noise)), count)
     else:
         store_some(at, x, count)
 

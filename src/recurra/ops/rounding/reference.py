@@ -84,18 +84,24 @@ def row_scale(value: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return torch.where(largest > _LARGEST_FINITE, float("nan"), scale), inverse
 
 
-def _stochastic_float(value: Tensor, noise: Tensor, dropped: int, smallest: float) -> Tensor:
-    """Numbers of a format that drops that many bits of float32's, and whose normal numbers begin at ``smallest``."""
+def _f16_by_chance(value: Tensor, noise: Tensor) -> Tensor:
+    """13 bits of a unit in the last place added, away from zero, and the rest cut off."""
+    exponent = _floats((_bits(value) & 0x7F800000).clamp(min=0x38800000))
+    moved = value + (noise & 0x1FFF).float() * 2.0**-23 * torch.copysign(exponent, value)
+    nearest = moved.to(torch.float16)
+    # Patterns are signed magnitudes: one less is the next number towards zero, below infinity too.
+    return (nearest.view(torch.int16) - (nearest.float().abs() > moved.abs()).short()).view(torch.float16)
+
+
+def _fp8_by_chance(value: Tensor, noise: Tensor) -> Tensor:
+    """The e4m3 number, as float32, that 16 bits of a unit leave when the rest is cut off.
+
+    Below 2^-6, the smallest normal number, units are as long as above it: there 2^-6 is added, and taken again.
+    """
     magnitude = value.abs()
-    offset = torch.where(magnitude < smallest, smallest, 0.0)
-    cut = (_bits(magnitude + offset) + noise) & -(1 << dropped)
-    rounded = torch.copysign(_floats(cut) - offset, value)
-    return torch.where(value == value, rounded, value)
-
-
-def _stochastic_int(value: Tensor, noise: Tensor) -> Tensor:
-    """Integers from -128 to 127. 768 + value has 14 bits behind the point, which the noise fills."""
-    return (((_bits(value + 768.0) + (noise >> 2)) >> 14) & 0xFF).to(torch.uint8).view(torch.int8)
+    offset = torch.where(magnitude < 2.0**-6, 2.0**-6, 0.0)
+    cut = (_bits(magnitude + offset) + ((noise << 4) | 8)) & -(1 << 20)
+    return torch.copysign(_floats(cut) - offset, value)
 
 
 def encode(value: Tensor, dtype: torch.dtype, noise: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -115,7 +121,7 @@ def encode(value: Tensor, dtype: torch.dtype, noise: Tensor | None) -> tuple[Ten
     if noise is None or dtype.itemsize > 2:
         return value.to(dtype), none
     if dtype == torch.float16:
-        return _stochastic_float(value, noise >> 3, 13, 2.0**-14).to(dtype), none
+        return _f16_by_chance(value, noise), none
     cut = _floats((_bits(value).long() + noise) & 0xFFFF0000)
     return torch.where(value == value, cut, value).to(dtype), none
 
@@ -123,11 +129,10 @@ def encode(value: Tensor, dtype: torch.dtype, noise: Tensor | None) -> tuple[Ten
 def _encode_scaled(value: Tensor, dtype: torch.dtype, noise: Tensor | None) -> Tensor:
     value = torch.where(torch.isfinite(value), value, 0.0)  # its row has no scale to be read by
     if dtype == torch.int8:
-        value = value.clamp(max=127.0)
-        return value.round().to(dtype) if noise is None else _stochastic_int(value, noise)
-    if noise is not None:
-        value = _stochastic_float(value, (noise << 4) | 8, 20, 2.0**-6)
-    return value.to(dtype)
+        # Integers lie as close on both sides: there half a unit either way and the nearest will do.
+        share = 0.0 if noise is None else ((noise | 1) - 2**15).float() * 2.0**-16
+        return (value.clamp(max=127.0) + share).round().to(dtype)
+    return (value if noise is None else _fp8_by_chance(value, noise)).to(dtype)
 
 
 def load(state: Tensor, scale: Tensor | None, slots: Tensor, dtype: torch.dtype) -> Tensor:

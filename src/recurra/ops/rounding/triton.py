@@ -165,20 +165,30 @@ class States:
     target_slots: Tensor
     rounding: Rounding
 
-    def commit(self, cu_seqlens: Tensor) -> None:
-        """Write the copies' content to the states; sequences without a token are left alone."""
-        if self.rows is not self.target:
-            store_states(self.target, self.scale, self.target_slots, self.rows, cu_seqlens, self.rounding)
+    def commit(self, cu_seqlens: Tensor | None) -> None:
+        """Write the copies' content to the states; sequences without a token are left alone.
+
+        Args:
+            cu_seqlens: None: every sequence has tokens.
+        """
+        if self.rows is self.target:
+            return
+        if cu_seqlens is None:
+            cu_seqlens = torch.arange(self.slots.shape[0] + 1, dtype=torch.int32, device=self.slots.device)
+        store_states(self.target, self.scale, self.target_slots, self.rows, cu_seqlens, self.rounding)
 
 
 def plain_states(
     state: Tensor,
     scale: Tensor | None,
     slots: Tensor,
-    has_state: Tensor,
+    has_state: Tensor | None,
     rounding: Rounding = NEAREST,
 ) -> States:
     """The states themselves where a kernel's own conversion is right, else a float32 copy of them.
+
+    Args:
+        has_state: (S,) bool, whose slots may be read; None: all.
 
     Raises:
         ConfigError: a dtype that states aren't kept in.
@@ -187,6 +197,8 @@ def plain_states(
     if state.dtype not in SCALED and not by_chance:
         state_pointers(state, scale)
         return States(state, slots, state, scale, slots, rounding)
+    if has_state is None:
+        has_state = torch.ones(slots.shape[0], dtype=torch.bool, device=slots.device)
     rows = widen_states(state, scale, slots, has_state)
     near = torch.arange(slots.shape[0], dtype=torch.int32, device=slots.device)
     return States(rows, near, state, scale, slots, rounding)

@@ -154,27 +154,34 @@ def row_scale(value, FORMAT: tl.constexpr):
 
 
 @triton.jit
-def _add_and_cut(value, noise, DROPPED: tl.constexpr, SMALLEST: tl.constexpr):
-    """A number of the format that drops so many of float32's bits, by chance (see the reference)."""
-    magnitude = tl.abs(value)
-    offset = tl.where(magnitude < SMALLEST, SMALLEST, 0.0)
-    cut = (_bits(magnitude + offset) + noise) & -(1 << DROPPED)
-    rounded = _bits(_float(cut) - offset) | (_bits(value) & -0x80000000)
-    return tl.where(value == value, _float(rounded), value)
+def _f16_by_chance(value, noise):
+    """13 bits of a unit in the last place added, away from zero, and the rest cut off.
+
+    The product is exact: fused with the sum or not, the bits are the same.
+    """
+    share = _float((noise & 0x1FFF) | 0x3F800000) - 1.0
+    unit = _float(tl.maximum(_bits(value) & 0x7F800000, 0x38800000))
+    signed = _float(_bits(unit) | (_bits(value) & -0x80000000))
+    return (value + share * signed).to(tl.float16, fp_downcast_rounding="rtz")
 
 
 @triton.jit
-def _fp8_code(value, noise, STOCHASTIC: tl.constexpr):
-    """The byte of a number of at most 448 in e4m3."""
+def _fp8_by_chance(value, noise):
+    """The e4m3 number, as float32, that noise of a unit in the last place leaves when the rest is cut off."""
     magnitude = tl.abs(value)
-    small = magnitude < 0.015625
-    if STOCHASTIC:
-        shifted = _bits(tl.where(small, magnitude + 0.015625, magnitude))
-        code = ((shifted + ((noise << 4) | 8)) >> 20) - tl.where(small, 968, 960)
-    else:
-        whole = _bits(magnitude)
-        normal = ((whole + 0x7FFFF + ((whole >> 20) & 1)) >> 20) - 960
-        code = tl.where(small, _bits(magnitude + 16384.0), normal)
+    offset = tl.where(magnitude < 0.015625, 0.015625, 0.0)
+    cut = (_bits(magnitude + offset) + ((noise << 4) | 8)) & -0x100000
+    return _float(_bits(_float(cut) - offset) | (_bits(value) & -0x80000000))
+
+
+@triton.jit
+def _fp8_code(value):
+    """The byte of the e4m3 number nearest to one of at most 448."""
+    magnitude = tl.abs(value)
+    bits = _bits(magnitude)
+    normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - 960
+    # Below 2^-6 the sum with 2^14 counts units, rounded once.
+    code = tl.where(magnitude < 0.015625, _bits(magnitude + 16384.0), normal)
     return ((code & 0x7F) | ((_bits(value) >> 24) & 0x80)).to(tl.uint8)
 
 
@@ -190,20 +197,15 @@ def encode(value, inverse, noise, FORMAT: tl.constexpr, STOCHASTIC: tl.constexpr
         # The minimum also keeps product and sum apart: fused they would round once, and the bits be others.
         scaled = tl.minimum(value * inverse[:, None], 127.0)
         if STOCHASTIC:
-            stored = ((_bits(scaled + 768.0) + (noise >> 2)) >> 14).to(tl.uint8)
-        else:
-            stored = _bits(scaled + 12582912.0).to(tl.uint8)
-    elif FORMAT == _FP8:
-        stored = _fp8_code(value * inverse[:, None], noise, STOCHASTIC)
-    elif FORMAT == _FP8_HARDWARE:
+            scaled += _float(noise | 0x43000001) - 128.5
+        stored = _bits(scaled + 12582912.0).to(tl.uint8)
+    elif FORMAT >= _FP8:
         scaled = value * inverse[:, None]
         if STOCHASTIC:
-            scaled = _add_and_cut(scaled, (noise << 4) | 8, 20, 0.015625)
-        stored = scaled.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+            scaled = _fp8_by_chance(scaled, noise)
+        stored = _fp8_code(scaled) if FORMAT == _FP8 else scaled.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
     elif FORMAT == _F16:
-        if STOCHASTIC:
-            value = _add_and_cut(value, noise >> 3, 13, 6.103515625e-05)
-        stored = value.to(tl.float16)
+        stored = _f16_by_chance(value, noise) if STOCHASTIC else value.to(tl.float16)
     elif FORMAT == _BF16:
         if STOCHASTIC:
             cut = tl.where(value == value, _bits(value) + noise, 0x7FC00000)

@@ -14,6 +14,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from recurra.ops.rounding import NEAREST, Rounding
 from recurra.types import Chunks
 
 
@@ -28,6 +29,8 @@ class SelectiveScanVarlen(Protocol):
         ssm_state: (slots, channels, N), any slot stride, **written in place** for ``slots``.
         cu_seqlens, slots, has_state, chunks: as in :class:`recurra.ops.conv1d.CausalConv1dVarlen`.
         dt_softplus: apply softplus to dt.
+        state_scale, rounding: scales of 8-bit states, **written in place**, and how states are rounded (see
+            :mod:`recurra.ops.rounding`).
 
     Returns:
         (T, channels) in x's dtype.
@@ -50,6 +53,8 @@ class SelectiveScanVarlen(Protocol):
         chunks: Chunks,
         *,
         dt_softplus: bool = True,
+        state_scale: Tensor | None = None,
+        rounding: Rounding = NEAREST,
     ) -> Tensor: ...
 
 
@@ -63,6 +68,8 @@ class SSDVarlen(Protocol):
         ssm_state: (slots, H, P, N), any slot stride, **written in place** for ``slots``.
         cu_seqlens, slots, has_state, chunks: as in :class:`recurra.ops.conv1d.CausalConv1dVarlen`.
         dt_limit: bounds of dt after softplus.
+        state_scale, rounding: scales of 8-bit states, **written in place**, and how states are rounded (see
+            :mod:`recurra.ops.rounding`).
 
     Returns:
         (T, H, P) in x's dtype.
@@ -85,6 +92,8 @@ class SSDVarlen(Protocol):
         *,
         dt_softplus: bool = True,
         dt_limit: tuple[float, float] = (0.0, float("inf")),
+        state_scale: Tensor | None = None,
+        rounding: Rounding = NEAREST,
     ) -> Tensor: ...
 
 
@@ -101,6 +110,8 @@ class SelectiveStateUpdate(Protocol):
     Args:
         slots: (S,) int32; rows of slot 0 are padding: nothing but slot 0 is touched for them.
         z: gate, or None; y is multiplied by silu(z).
+        state_scale, rounding: scales of 8-bit states, **written in place**, and how states are rounded (see
+            :mod:`recurra.ops.rounding`).
 
     Returns:
         like x.
@@ -121,4 +132,6 @@ class SelectiveStateUpdate(Protocol):
         *,
         dt_softplus: bool = True,
         dt_limit: tuple[float, float] = (0.0, float("inf")),
+        state_scale: Tensor | None = None,
+        rounding: Rounding = NEAREST,
     ) -> Tensor: ...

@@ -17,7 +17,6 @@ from recurra.ops.cpu.calls import (
     as_float32,
     row_bytes,
     run,
-    states_by_slot,
     table,
     threads_for,
     unit_rows,
@@ -28,6 +27,8 @@ from recurra.ops.cpu.subnormals import flush_subnormals, restore_mode
 from recurra.ops.cpu.threads import claim
 from recurra.ops.cpu.tiles import exp2, load_some, store_some, transpose
 from recurra.ops.cpu.vectors import LANES, add, fma, get, load, mul, slot_at, splat, store, word
+from recurra.ops.rounding import NEAREST, Rounding
+from recurra.ops.rounding.cpu import plain_states
 from recurra.types import Chunks
 
 _BLOCK = 64  # channels of a unit
@@ -188,11 +189,13 @@ def selective_scan_varlen(
     chunks: Chunks,
     *,
     dt_softplus: bool = True,
+    state_scale: Tensor | None = None,
+    rounding: Rounding = NEAREST,
 ) -> Tensor:
     """See :class:`recurra.ops.ssm.SelectiveScanVarlen`.
 
     Raises:
-        ConfigError: inputs or states in a dtype that isn't float32, bfloat16 or float16.
+        ConfigError: inputs that aren't float32, bfloat16 or float16, or states in a dtype that they aren't kept in.
     """
     del chunks
     channels, size = A.shape
@@ -201,7 +204,7 @@ def selective_scan_varlen(
     skip = None if D is None else as_float32(D, "D").contiguous()
     bias = None if dt_bias is None else as_float32(dt_bias, "dt_bias").contiguous()
     rates = (as_float32(A, "A") * math.log2(math.e)).t().contiguous()  # (N, channels), for powers of two
-    states = states_by_slot(ssm_state, slots, "mamba_ssm_cache_dtype")
+    states = plain_states(ssm_state, state_scale, slots, rounding)
     bounds = cu_seqlens.to(torch.int32).contiguous()
     known = has_state.to(torch.int32).contiguous()
     out = torch.empty(x.shape, dtype=torch.float32)

@@ -24,7 +24,6 @@ from recurra.ops.cpu.calls import (
     as_float32,
     row_bytes,
     run,
-    states_by_slot,
     table,
     threads_for,
     unit_rows,
@@ -51,6 +50,8 @@ from recurra.ops.cpu.vectors import (
     where_less,
     word,
 )
+from recurra.ops.rounding import NEAREST, Rounding
+from recurra.ops.rounding.cpu import plain_states
 from recurra.types import Chunks
 
 _Q = 64  # tokens of a chunk: longer ones cost more within the chunk than they save outside
@@ -359,11 +360,13 @@ def mamba_chunk_scan_varlen(
     *,
     dt_softplus: bool = True,
     dt_limit: tuple[float, float] = (0.0, float("inf")),
+    state_scale: Tensor | None = None,
+    rounding: Rounding = NEAREST,
 ) -> Tensor:
     """See :class:`recurra.ops.ssm.SSDVarlen`.
 
     Raises:
-        ConfigError: inputs or states in a dtype that isn't float32, bfloat16 or float16.
+        ConfigError: inputs that aren't float32, bfloat16 or float16, or states in a dtype that they aren't kept in.
     """
     _, heads, width = x.shape
     groups, size = B.shape[1:]
@@ -371,7 +374,7 @@ def mamba_chunk_scan_varlen(
     rates = as_float32(A, "A").contiguous()
     skip = None if D is None else as_float32(D, "D").contiguous()
     bias = None if dt_bias is None else as_float32(dt_bias, "dt_bias").contiguous()
-    states = states_by_slot(ssm_state, slots, "mamba_ssm_cache_dtype")
+    states = plain_states(ssm_state, state_scale, slots, rounding)
     known = has_state.to(torch.int32).contiguous()
     starts, lengths, before = _pieces(chunks, cu_seqlens)
     pieces = starts.shape[0]

@@ -7,6 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from recurra.ops.precision import wide
+from recurra.ops.rounding import NEAREST, Rounding
+from recurra.ops.rounding.reference import load, store
 from recurra.types import Chunks
 
 _NO_LIMIT = (0.0, float("inf"))
@@ -37,11 +39,12 @@ def selective_state_update(
     *,
     dt_softplus: bool = True,
     dt_limit: tuple[float, float] = _NO_LIMIT,
+    state_scale: Tensor | None = None,
+    rounding: Rounding = NEAREST,
 ) -> Tensor:
     """See :class:`recurra.ops.ssm.SelectiveStateUpdate`."""
     dtype = wide(x, ssm_state, A)
-    index = slots.long()
-    state = ssm_state[index].to(dtype)
+    state = load(ssm_state, state_scale, slots, dtype)
     dt = _step_size(dt, dt_bias, dt_softplus, dt_limit, dtype)
     xw, Bw, Cw, A = x.to(dtype), B.to(dtype), C.to(dtype), A.to(dtype)
     if ssm_state.dim() == 3:  # Mamba-1: one dt a channel
@@ -61,7 +64,7 @@ def selective_state_update(
         y = y + (Dw if Dw.shape == x.shape[1:] else Dw[:, None]) * xw
     if z is not None:
         y = y * F.silu(z.to(dtype))
-    ssm_state[index] = state.to(ssm_state.dtype)
+    store(ssm_state, state_scale, slots, state, rounding)
     return y.to(x.dtype)
 
 
@@ -81,6 +84,8 @@ def selective_scan_varlen(
     chunks: Chunks,
     *,
     dt_softplus: bool = True,
+    state_scale: Tensor | None = None,
+    rounding: Rounding = NEAREST,
 ) -> Tensor:
     """See :class:`recurra.ops.ssm.SelectiveScanVarlen`."""
     return _scan(
@@ -98,6 +103,8 @@ def selective_scan_varlen(
         has_state,
         dt_softplus,
         _NO_LIMIT,
+        state_scale,
+        rounding,
     )
 
 
@@ -117,6 +124,8 @@ def mamba_chunk_scan_varlen(
     *,
     dt_softplus: bool = True,
     dt_limit: tuple[float, float] = _NO_LIMIT,
+    state_scale: Tensor | None = None,
+    rounding: Rounding = NEAREST,
 ) -> Tensor:
     """See :class:`recurra.ops.ssm.SSDVarlen`."""
     return _scan(
@@ -134,6 +143,8 @@ def mamba_chunk_scan_varlen(
         has_state,
         dt_softplus,
         dt_limit,
+        state_scale,
+        rounding,
     )
 
 
@@ -152,15 +163,18 @@ def _scan(
     has_state: Tensor,
     dt_softplus: bool,
     dt_limit: tuple[float, float],
+    state_scale: Tensor | None,
+    rounding: Rounding,
 ) -> Tensor:
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     bounds = cu_seqlens.tolist()
     zero = slots.new_zeros(1)
-    for s, slot in enumerate(slots.tolist()):
+    for s in range(slots.shape[0]):
         if bounds[s] == bounds[s + 1]:
             continue
         # The carried state stays wide between tokens; it is rounded once, at the sequence's end.
-        state = ssm_state[slot : slot + 1].to(wide(x, ssm_state, A)).clone()
+        slot = slots[s : s + 1]
+        state = load(ssm_state, state_scale, slot, wide(x, ssm_state, A))
         if not has_state[s]:
             state = torch.zeros_like(state)
         for t in range(bounds[s], bounds[s + 1]):
@@ -169,5 +183,5 @@ def _scan(
                 state, x[row], dt[row], A, B[row], C[row], D, z[row] if z is not None else None,
                 dt_bias, zero, dt_softplus=dt_softplus, dt_limit=dt_limit,
             )  # fmt: skip
-        ssm_state[slot] = state[0].to(ssm_state.dtype)
+        store(ssm_state, state_scale, slot, state, rounding)
     return out

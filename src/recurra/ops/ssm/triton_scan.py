@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from recurra.ops.rounding import NEAREST, Rounding
+from recurra.ops.rounding.triton import plain_states
 from recurra.ops.triton_math import decay_of, silu, step_size
 from recurra.types import Chunks
 
@@ -133,6 +135,8 @@ def selective_scan_varlen(
     chunks: Chunks,
     *,
     dt_softplus: bool = True,
+    state_scale: Tensor | None = None,
+    rounding: Rounding = NEAREST,
 ) -> Tensor:
     """See :class:`recurra.ops.ssm.SelectiveScanVarlen`."""
     del chunks  # a sequence is walked whole
@@ -146,13 +150,15 @@ def selective_scan_varlen(
     if tokens == 0 or num_seqs == 0:
         return out
     gate = x if z is None else z
+    states = plain_states(ssm_state, state_scale, slots, has_state, rounding)
     with torch.cuda.device_of(x):
         _scan_kernel[(num_seqs * triton.cdiv(channels, _CHANNELS),)](
-            x, dt, A, B, C, A if D is None else D, gate, A if dt_bias is None else dt_bias, ssm_state, out,
-            cu_seqlens, slots, has_state, x.stride(0), dt.stride(0), A.stride(0), B.stride(0), C.stride(0),
-            gate.stride(0), ssm_state.stride(0),
+            x, dt, A, B, C, A if D is None else D, gate, A if dt_bias is None else dt_bias, states.rows, out,
+            cu_seqlens, states.slots, has_state, x.stride(0), dt.stride(0), A.stride(0), B.stride(0), C.stride(0),
+            gate.stride(0), states.rows.stride(0),
             CHANNELS=channels, N=state_size, HAS_D=D is not None, HAS_Z=z is not None,
             HAS_BIAS=dt_bias is not None, SOFTPLUS=dt_softplus,
             BC=_CHANNELS, BN=triton.next_power_of_2(state_size), num_warps=1,
         )  # fmt: skip
+    states.commit(cu_seqlens)
     return out

@@ -23,6 +23,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from recurra.ops.rounding import NEAREST, Rounding
+from recurra.ops.rounding.triton import plain_states
 from recurra.ops.triton_math import step_size
 from recurra.types import Chunks
 
@@ -317,6 +319,8 @@ def mamba_chunk_scan_varlen(
     *,
     dt_softplus: bool = True,
     dt_limit: tuple[float, float] = _NO_LIMIT,
+    state_scale: Tensor | None = None,
+    rounding: Rounding = NEAREST,
 ) -> Tensor:
     """See :class:`recurra.ops.ssm.SSDVarlen`. States wider than 128 are computed in float32."""
     tokens, heads, dim = x.shape
@@ -324,7 +328,7 @@ def mamba_chunk_scan_varlen(
     if state_size > _WIDEST_16_BIT and x.dtype != torch.float32:
         return mamba_chunk_scan_varlen(
             x.float(), dt, A, B.float(), C.float(), D, dt_bias, ssm_state, cu_seqlens, slots, has_state, chunks,
-            dt_softplus=dt_softplus, dt_limit=dt_limit,
+            dt_softplus=dt_softplus, dt_limit=dt_limit, state_scale=state_scale, rounding=rounding,
         ).to(x.dtype)  # fmt: skip
     for name, tensor in (("x", x), ("B", B), ("C", C)):
         assert tensor.dtype == x.dtype, f"{name} is {tensor.dtype}, x is {x.dtype}"
@@ -344,6 +348,7 @@ def mamba_chunk_scan_varlen(
     tails = torch.empty_like(sums) if tiles.exact else sums
     before = torch.empty((num_chunks, heads, dim, state_size), dtype=x.dtype, device=x.device)
     skip = A if D is None else D
+    states = plain_states(ssm_state, state_scale, slots, has_state, rounding)
     with torch.cuda.device_of(x):
         _steps_kernel[(num_chunks * triton.cdiv(heads, 16),)](
             dt, A, A if dt_bias is None else dt_bias, steps, sums, tails, chunks.start, chunks.length, tokens,
@@ -354,8 +359,8 @@ def mamba_chunk_scan_varlen(
         dim_blocks = triton.cdiv(dim, tiles.dim)
         programs = slots.shape[0] * heads * dim_blocks * triton.cdiv(state_size, tiles.state)
         _states_kernel[(programs,)](
-            x, B, steps, sums, tails, ssm_state, before, cu_seqlens, slots, has_state, chunks.cu_chunks,
-            tokens, x.stride(0), x.stride(1), B.stride(0), B.stride(1), ssm_state.stride(0),
+            x, B, steps, sums, tails, states.rows, before, cu_seqlens, states.slots, has_state, chunks.cu_chunks,
+            tokens, x.stride(0), x.stride(1), B.stride(0), B.stride(1), states.rows.stride(0),
             H=heads, P=dim, N=state_size, HEADS_A_GROUP=heads // groups, Q=chunks.size, EXACT=tiles.exact,
             PRECISION=tiles.precision, BT=tiles.tokens, BP=tiles.dim, BN=tiles.state,
             num_warps=4, num_stages=2,
@@ -370,4 +375,5 @@ def mamba_chunk_scan_varlen(
             EXACT=tiles.exact, PRECISION=tiles.precision, TILES=pieces, BT=tiles.tokens, BP=tiles.dim,
             BN=tiles.inner, num_warps=4, num_stages=2,
         )  # fmt: skip
+    states.commit(cu_seqlens)
     return out

@@ -130,10 +130,10 @@ def test_the_cpu_form_draws_the_same_tokens_as_the_torch_form() -> None:
         assert torch.equal(rows.chooser(V, torch.device("cpu"))(x, best, filters, uniform), plain)
 
 
-@pytest.mark.parametrize("size", [3, 512, 1024, 5000])
+@pytest.mark.parametrize("size", [3, 512, 1024, 5000, 20000])
 @pytest.mark.parametrize("spread", [0.001, 2.0, 20.0])
 @pytest.mark.parametrize("top_p", [0.3, 0.9, 1.0])
-def test_rows_of_several_blocks_and_short_lists_that_are_too_short(
+def test_rows_of_several_blocks_draw_what_the_torch_form_draws(
     size: int, spread: float, top_p: float
 ) -> None:
     x = spread * torch.randn(1, size)

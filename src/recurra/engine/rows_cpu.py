@@ -14,10 +14,12 @@ from numpy.typing import NDArray
 
 Floats = NDArray[np.float32]
 
+#: How far above the sure bound of top-p the first try is.
+_FIRST_TRY = 32.0
+#: Keeps the sure bound sure although sums are rounded.
+_BELOW = 1.0 - 1e-6
 #: Entries of a block in a two-level cumulative sum: a plain one in float64 costs ten times as much.
 BLOCK = 512
-#: Sizes of the short lists among which top-p is tried before the whole row is sorted.
-SHORT_LISTS = (1024, 8192)
 
 
 class RowDrawer:
@@ -57,35 +59,68 @@ class RowDrawer:
         np.subtract(row, np.float32(best), out=x)
         if temperature != 1.0:
             np.divide(x, np.float32(temperature), out=x)
-        np.exp(x, out=self._mass)
         floor = log_min_p
         if top_k < len(x):
             floor = max(floor, _largest(x, top_k))
         if floor > -math.inf:
-            self._drop_below(floor)
+            keep = np.greater_equal(x, np.float32(floor), out=self._keep)
+            if _is_sparse(keep):
+                return _draw_among(x, np.flatnonzero(keep), top_p, uniform)
+            mass = np.exp(x, out=self._mass)
+            np.multiply(mass, keep, out=mass)
+        else:
+            mass = np.exp(x, out=self._mass)
         if top_p < 1.0:
-            among = x[self._keep] if floor > -math.inf else x
-            self._drop_below(self._nucleus(among, top_p))
-        return _first_above(self._mass, uniform)
+            keep = np.greater_equal(mass, _nucleus(mass, top_p), out=self._keep)
+            if _is_sparse(keep):
+                ids = np.flatnonzero(keep)
+                return int(ids[_first_above(mass[ids], uniform)])
+            np.multiply(mass, keep, out=mass)
+        return _first_above(mass, uniform)
 
-    def _drop_below(self, least: float) -> None:
-        np.greater_equal(self._x, np.float32(least), out=self._keep)
-        np.multiply(self._mass, self._keep, out=self._mass)
 
-    def _nucleus(self, among: Floats, top_p: float) -> float:
-        """Smallest entry of ``among`` that top-p keeps."""
-        share = top_p * float(_block_sums(self._mass)[-1])
-        for size in (*SHORT_LISTS, len(among)):
-            some = among[among >= np.float32(_largest(among, size))] if size < len(among) else among
-            ordered = np.sort(some)[::-1]
-            mass = np.exp(ordered)
-            sums = _block_sums(mass)
-            if sums[-1] >= share or size >= len(among):
-                break
-        block = min(int(np.searchsorted(sums, share)), len(sums) - 1)
-        inside = mass[block * BLOCK : (block + 1) * BLOCK].cumsum(dtype=np.float64)
-        place = int(np.searchsorted(inside, share - _before(sums, block)))
-        return float(ordered[block * BLOCK + min(place, len(inside) - 1)])
+def _is_sparse(keep: NDArray[np.bool_]) -> bool:
+    """Few enough are kept that copying them out costs less than going on with all."""
+    return int(np.count_nonzero(keep)) * 8 < len(keep)
+
+
+def _draw_among(x: Floats, ids: NDArray[np.int64], top_p: float, uniform: float) -> int:
+    """Draw one of a few tokens, given in order."""
+    mass = np.exp(x[ids])
+    if top_p < 1.0:
+        kept = np.flatnonzero(mass >= _nucleus(mass, top_p))
+        ids, mass = ids[kept], mass[kept]
+    return int(ids[_first_above(mass, uniform)])
+
+
+def _nucleus(mass: Floats, top_p: float) -> np.float32:
+    """Smallest of the largest entries that first make up ``top_p`` of the whole."""
+    whole = float(_block_sums(mass)[-1])
+    share = top_p * whole
+    ordered = np.sort(_holding(mass, share, whole))[::-1]
+    sums = _block_sums(ordered)
+    block = min(int(np.searchsorted(sums, share)), len(sums) - 1)
+    inside = ordered[block * BLOCK : (block + 1) * BLOCK].cumsum(dtype=np.float64)
+    place = int(np.searchsorted(inside, share - _before(sums, block)))
+    found: np.float32 = ordered[block * BLOCK + min(place, len(inside) - 1)]
+    return found
+
+
+def _holding(mass: Floats, share: float, whole: float) -> Floats:
+    """Few of the largest entries, but enough to make up ``share``; all where they can't be few.
+
+    Entries below ``(whole - share) / n`` make up less than ``whole - share`` together, so that bound never
+    cuts too deep. A higher one is tried first; whether it did shows in the sum.
+    """
+    bound = (whole - share) / len(mass)
+    for factor in (_FIRST_TRY, _BELOW):
+        possible = mass >= np.float32(bound * factor)
+        if not _is_sparse(possible):
+            break
+        some: Floats = np.compress(possible, mass)
+        if factor is _BELOW or float(some.sum(dtype=np.float64)) >= share:
+            return some
+    return mass
 
 
 def _largest(x: Floats, count: int) -> float:

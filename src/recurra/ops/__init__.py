@@ -18,6 +18,7 @@ from recurra.ops.linear import Linear
 from recurra.ops.linear_attention import LightningAttentionUpdate, LightningAttentionVarlen
 from recurra.ops.norm import RMSNorm, RMSNormGated
 from recurra.ops.registry import BACKENDS, OPERATORS, Choice, choose, refusal
+from recurra.ops.several import CausalConv1dUpdateVarlen, SelectiveStateUpdateVarlen
 from recurra.ops.short_conv import ShortConvUpdate, ShortConvVarlen
 from recurra.ops.ssm import SelectiveScanVarlen, SelectiveStateUpdate, SSDVarlen
 
@@ -36,6 +37,8 @@ class Ops:
     selective_scan_varlen: SelectiveScanVarlen
     mamba_chunk_scan_varlen: SSDVarlen
     selective_state_update: SelectiveStateUpdate
+    causal_conv1d_update_varlen: CausalConv1dUpdateVarlen
+    selective_state_update_varlen: SelectiveStateUpdateVarlen
     lightning_attention_varlen: LightningAttentionVarlen
     lightning_attention_update: LightningAttentionUpdate
     gated_delta_rule_varlen: GatedDeltaRuleVarlen

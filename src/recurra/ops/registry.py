@@ -33,6 +33,8 @@ OPERATORS = (
     Operator("selective_scan_varlen", "ssm", prefill=True),
     Operator("mamba_chunk_scan_varlen", "ssm", prefill=True),
     Operator("selective_state_update", "ssm"),
+    Operator("causal_conv1d_update_varlen", "several"),
+    Operator("selective_state_update_varlen", "several"),
     Operator("lightning_attention_varlen", "linear_attention", prefill=True),
     Operator("lightning_attention_update", "linear_attention"),
     Operator("gated_delta_rule_varlen", "delta", prefill=True),

@@ -24,7 +24,6 @@ from torch import Tensor, nn
 VOCABULARY = 320
 #: Scale of the final norm's weight: logits have a spread of several units.
 _LOGIT_SCALE = 6.0
-_FINAL_NORMS = ("norm_f.weight", "model.norm.weight", "final_layernorm.weight")
 _TEXT = (
     "A state space model reads a sentence once and keeps what matters in a small state. ",
     "The quick brown fox jumps over the lazy dog; the dog sleeps on, and nothing is forgotten. ",
@@ -62,18 +61,6 @@ def write_mamba2(folder: Path, **overrides: Any) -> Path:
     return write_any(folder, Mamba2Config, Mamba2ForCausalLM, sizes, overrides)
 
 
-def write_bamba(folder: Path, **overrides: Any) -> Path:
-    """A Bamba checkpoint: one attention layer among three of Mamba-2."""
-    from transformers import BambaConfig, BambaForCausalLM
-
-    sizes = {
-        "hidden_size": 48, "num_hidden_layers": 4, "attn_layer_indices": [2], "num_attention_heads": 4,
-        "num_key_value_heads": 2, "intermediate_size": 60, "mamba_n_heads": 8, "mamba_d_state": 20,
-        "mamba_n_groups": 2, "mamba_chunk_size": 16, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0,
-    }  # fmt: skip
-    return write_any(folder, BambaConfig, BambaForCausalLM, sizes, overrides)
-
-
 def write_any(
     folder: Path,
     config_class: Any,
@@ -108,7 +95,7 @@ def write_any(
 
 @torch.no_grad()
 def make_state_matter(model: nn.Module) -> None:
-    """Redraw the weights that decide how much an answer depends on the carried state."""
+    """Redraw the weights of a pure stack that decide how much an answer depends on the carried state."""
     for name, parameter in model.named_parameters():
         if name.endswith("A_log"):
             parameter.fill_(-4.0)
@@ -120,14 +107,75 @@ def make_state_matter(model: nn.Module) -> None:
             parameter.uniform_(0.5, 1.5)
         elif name.endswith("conv1d.bias"):
             parameter.uniform_(-0.5, 0.5)
-        elif name.endswith(_FINAL_NORMS):
+        elif name.endswith("norm_f.weight"):
             parameter.uniform_(0.7 * _LOGIT_SCALE, 1.3 * _LOGIT_SCALE)
-        elif name.endswith(("q_proj.weight", "k_proj.weight")):
-            parameter.mul_(8.0)
-        elif name.endswith("norm.weight") and parameter.dim() == 1:
+        elif name.endswith("norm.weight"):
             parameter.uniform_(0.7, 1.3)
         elif name.endswith(("in_proj.bias", "out_proj.bias")):
             parameter.uniform_(-0.3, 0.3)
+
+
+def write_hybrid(folder: Path, config_class: Any, model_class: Any, options: dict[str, Any]) -> Path:
+    """Draw a hybrid's weights so that every part matters (see :func:`enliven`) and save it.
+
+    ``options`` go to the configuration, but for these:
+
+        seed: of the weights.
+        final_norm: path of the last norm's weight.
+        gains: (part of a name, factor) for matrices that should be larger than usual.
+    """
+    options = dict(options)
+    seed, final_norm = options.pop("seed", 0), options.pop("final_norm", "model.norm.weight")
+    gains = options.pop("gains", ())
+    tokens = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
+    config = config_class(**({"vocab_size": VOCABULARY} | tokens | options))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = model_class(config).eval()
+        enliven(model, gains)
+        spread_logits(model, final_norm)
+    model.save_pretrained(folder)
+    return folder
+
+
+@torch.no_grad()
+def enliven(model: nn.Module, gains: tuple[tuple[str, float], ...] = ()) -> None:
+    """Redraw every weight so that no part of a model is idle.
+
+    Matrices keep the size of what they multiply (queries' and keys' make it larger, so that attention chooses);
+    decay is slow; filters are wide; biases and norms differ from channel to channel. A norm that starts at zero (one
+    that multiplies by 1 + weight) stays about zero.
+    """
+    for name, parameter in model.named_parameters():
+        if name.endswith("A_log"):
+            parameter.uniform_(-4.5, -3.5)
+        elif name.endswith(("dt_bias", "dt_proj.bias")):
+            parameter.uniform_(-4.0, -1.0)
+        elif "conv" in name and parameter.dim() == 3:
+            parameter.uniform_(-0.9, 0.9)
+        elif parameter.dim() >= 2:
+            factor = next((gain for part, gain in gains if part in name), 1.0)
+            choosing = 1.7 if any(part in name for part in ("q_proj", "k_proj")) else 1.0
+            usual = 1.0 if "embed" in name else parameter.shape[-1] ** -0.5
+            parameter.normal_(0.0, usual * choosing * factor)
+        elif name.endswith("bias") or (name.endswith("weight") and not parameter.any()):
+            parameter.uniform_(-0.3, 0.3)
+        elif name.endswith((".D", "weight")):
+            parameter.uniform_(0.7, 1.3)
+        else:
+            parameter.uniform_(-0.5, 0.5)
+
+
+@torch.no_grad()
+def spread_logits(model: Any, final_norm: str, spread: float = 4.0) -> None:
+    """Scale the last norm until logits have this standard deviation: greedy choices are then clear of rounding."""
+    tokens = torch.randint(model.config.get_text_config().vocab_size, (1, 24))
+    weight = dict(model.named_parameters())[final_norm]
+    factor = spread / model(tokens, use_cache=False).logits.std()
+    if weight.mean().abs() < 0.5:  # multiplies by 1 + weight
+        weight.copy_((1 + weight) * factor - 1)
+    else:
+        weight.mul_(factor)
 
 
 def write_tokenizer(folder: Path, vocab_size: int = VOCABULARY) -> None:

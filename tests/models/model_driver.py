@@ -121,17 +121,24 @@ class Driver:
 
     def poison(self, slot: int) -> None:
         """Fill a slot and its pages with NaN, as a finished sequence that went wrong would leave them."""
-        pages = pages_of(slot, self.num_slots)
-        for kv in self.pages.layers:
-            kv.k[pages], kv.v[pages] = float("nan"), float("nan")
+        self.poison_pages(slot)
         for layer in self.pool.layers:
             for state in (layer.conv, layer.ssm):
                 state[slot] = float("nan")
+
+    def poison_pages(self, slot: int) -> None:
+        """Fill a slot's pages with NaN."""
+        pages = pages_of(slot, self.num_slots)
+        for kv in self.pages.layers:
+            kv.k[pages], kv.v[pages] = float("nan"), float("nan")
 
     @torch.inference_mode()
     def step(self, decode: Sequence[Piece] = (), prefill: Sequence[Piece] = ()) -> list[Tensor]:
         """Run one step: for each piece, decode rows first, its log-probs (tokens, vocabulary)."""
         assert all(len(piece.tokens) == 1 for piece in decode)
+        for piece in prefill:
+            if piece.start == 0:
+                self.poison_pages(piece.slot)
         pages = self.num_slots if self.pages.layers else 0
         batch = build_batch(decode, prefill, self.model.chunk_size, self.device, pages)
         hidden = self.model.forward(batch, self.states)

@@ -1,7 +1,7 @@
 """Softmax attention as a mixer: one projection for queries, keys and values, which live in pages.
 
     q, k, v = qkv(x)           # perhaps normed by head, perhaps turned by position
-    out     = out_proj(attend(q, k, v) [* sigmoid(gate)])
+    out     = o_proj(attend(q, k, v) [* sigmoid(gate)])
 
 Source: "Attention is all you need" (Vaswani et al., 2017); grouped queries: Ainslie et al., 2023.
 """
@@ -80,9 +80,7 @@ class Attention(nn.Module):
         rows = sizes.q_rows + 2 * sizes.kv_rows
         self.qkv = Linear(sizes.hidden, rows, bias=sizes.bias, ops=ops, dtypes=dtypes, device=device)
         inner = sizes.num_heads * sizes.head_dim
-        self.out_proj = Linear(
-            inner, sizes.hidden, bias=sizes.out_bias, ops=ops, dtypes=dtypes, device=device
-        )
+        self.o_proj = Linear(inner, sizes.hidden, bias=sizes.out_bias, ops=ops, dtypes=dtypes, device=device)
         self.q_norm: RMSNorm | None = None
         self.k_norm: RMSNorm | None = None
         if sizes.norm_eps is not None:
@@ -140,7 +138,7 @@ class Attention(nn.Module):
     def _project(self, y: Tensor, gate: Tensor | None) -> Tensor:
         if gate is not None:
             y = y * torch.sigmoid(gate)
-        out: Tensor = self.out_proj(y.flatten(1))
+        out: Tensor = self.o_proj(y.flatten(1))
         return out
 
 

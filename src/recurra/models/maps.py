@@ -2,15 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import replace
+
 import torch
 
 from recurra.layers.attention import AttentionSizes
-from recurra.models.weights import Entry, Rows, draw_ones, draw_steps, draw_zeros, filters, negative_exp
+from recurra.models.weights import (
+    LAYER,
+    Entry,
+    Rows,
+    draw_ones,
+    draw_steps,
+    draw_zeros,
+    filters,
+    negative_exp,
+)
 
 
 def draw_decays(value: torch.Tensor, generator: torch.Generator) -> None:
     """A uniform in (-16, -1)."""
     value.uniform_(-16.0, -1.0, generator=generator)
+
+
+def at(layers: Iterable[int], entries: Iterable[Entry]) -> tuple[Entry, ...]:
+    """The entries for these layers alone: for layers of several kinds whose parameters have the same paths."""
+    return tuple(
+        replace(entry, stored=entry.stored.replace(LAYER, str(i)), target=entry.target.replace(LAYER, str(i)))
+        for i in layers
+        for entry in entries
+    )
 
 
 def attention_entries(
@@ -36,8 +57,8 @@ def attention_entries(
         for name, place in places
     ]
     found += [
-        Entry(f"{stored}.{out}.weight", f"{target}.out_proj.weight"),
-        Entry(f"{stored}.{out}.bias", f"{target}.out_proj.bias", draw=draw_zeros),
+        Entry(f"{stored}.{out}.weight", f"{target}.o_proj.weight"),
+        Entry(f"{stored}.{out}.bias", f"{target}.o_proj.bias", draw=draw_zeros),
         Entry(f"{stored}.{norms[0]}.weight", f"{target}.q_norm.weight", draw=draw_ones),
         Entry(f"{stored}.{norms[1]}.weight", f"{target}.k_norm.weight", draw=draw_ones),
     ]

@@ -71,7 +71,7 @@ class RowDrawer:
         else:
             mass = np.exp(x, out=self._mass)
         if top_p < 1.0:
-            keep = np.greater_equal(mass, _nucleus(mass, top_p), out=self._keep)
+            keep = np.greater_equal(x, _nucleus(x, mass, top_p), out=self._keep)
             if _is_sparse(keep):
                 ids = np.flatnonzero(keep)
                 return int(ids[_first_above(mass[ids], uniform)])
@@ -86,41 +86,46 @@ def _is_sparse(keep: NDArray[np.bool_]) -> bool:
 
 def _draw_among(x: Floats, ids: NDArray[np.int64], top_p: float, uniform: float) -> int:
     """Draw one of a few tokens, given in order."""
-    mass = np.exp(x[ids])
+    x = x[ids]
+    mass = np.exp(x)
     if top_p < 1.0:
-        kept = np.flatnonzero(mass >= _nucleus(mass, top_p))
+        kept = np.flatnonzero(x >= _nucleus(x, mass, top_p))
         ids, mass = ids[kept], mass[kept]
     return int(ids[_first_above(mass, uniform)])
 
 
-def _nucleus(mass: Floats, top_p: float) -> np.float32:
-    """Smallest of the largest entries that first make up ``top_p`` of the whole."""
+def _nucleus(x: Floats, mass: Floats, top_p: float) -> np.float32:
+    """Smallest of the largest entries of ``x`` whose ``mass`` first makes up ``top_p`` of the whole.
+
+    By ``x``, not by mass: exp makes equals of entries that differ.
+    """
     whole = float(_block_sums(mass)[-1])
     share = top_p * whole
-    ordered = np.sort(_holding(mass, share, whole))[::-1]
-    sums = _block_sums(ordered)
+    ordered = np.sort(_holding(x, mass, share, whole))[::-1]
+    falling = np.exp(ordered)
+    sums = _block_sums(falling)
     block = min(int(np.searchsorted(sums, share)), len(sums) - 1)
-    inside = ordered[block * BLOCK : (block + 1) * BLOCK].cumsum(dtype=np.float64)
+    inside = falling[block * BLOCK : (block + 1) * BLOCK].cumsum(dtype=np.float64)
     place = int(np.searchsorted(inside, share - _before(sums, block)))
     found: np.float32 = ordered[block * BLOCK + min(place, len(inside) - 1)]
     return found
 
 
-def _holding(mass: Floats, share: float, whole: float) -> Floats:
+def _holding(x: Floats, mass: Floats, share: float, whole: float) -> Floats:
     """Few of the largest entries, but enough to make up ``share``; all where they can't be few.
 
-    Entries below ``(whole - share) / n`` make up less than ``whole - share`` together, so that bound never
-    cuts too deep. A higher one is tried first; whether it did shows in the sum.
+    Entries of a mass below ``(whole - share) / n`` make up less than ``whole - share`` together, so that
+    bound never cuts too deep. A higher one is tried first; whether it did shows in the sum.
     """
     bound = (whole - share) / len(mass)
     for factor in (_FIRST_TRY, _BELOW):
         possible = mass >= np.float32(bound * factor)
         if not _is_sparse(possible):
             break
-        some: Floats = np.compress(possible, mass)
-        if factor is _BELOW or float(some.sum(dtype=np.float64)) >= share:
+        some: Floats = np.compress(possible, x)
+        if factor is _BELOW or float(np.exp(some).sum(dtype=np.float64)) >= share:
             return some
-    return mass
+    return x
 
 
 def _largest(x: Floats, count: int) -> float:

@@ -38,7 +38,6 @@ class AttentionSizes:
         window: positions that a query sees, its own included; 0 is all.
         softcap: bound of the scores; 0 is none.
         gated: queries come with a gate each, whose sigmoid multiplies the heads' outputs.
-        key_scale: of the keys (FalconH1's multiplier).
     """
 
     hidden: int
@@ -54,7 +53,6 @@ class AttentionSizes:
     window: int = 0
     softcap: float = 0.0
     gated: bool = False
-    key_scale: float = 1.0
 
     @property
     def q_rows(self) -> int:
@@ -126,8 +124,6 @@ class Attention(nn.Module):
         q, k, v = (t.view(tokens, heads, -1) for t, heads in zip((q, k, v), s.heads, strict=True))
         if s.gated:
             q, gate = torch.split(q, s.head_dim, dim=-1)
-        if s.key_scale != 1.0:
-            k = k * s.key_scale
         if self.q_norm is not None and self.k_norm is not None:
             q, k = _normed(self.q_norm, q), _normed(self.k_norm, k)
         if self._rotary is not None:

@@ -29,7 +29,8 @@ from recurra.types import ForwardBatch
 class Mamba2Sizes:
     """Numbers of one Mamba-2 layer; H, P, G, N and W of ``docs/shapes.md``.
 
-    ``dt_limit`` bounds dt after softplus; ``norm_eps`` belongs to the gated norm.
+    ``dt_limit`` bounds dt after softplus; ``norm_eps`` belongs to the gated norm; ``out_bias`` is that of the output
+    projection where it isn't the input projection's.
     """
 
     hidden: int
@@ -42,6 +43,7 @@ class Mamba2Sizes:
     use_bias: bool = False
     use_conv_bias: bool = True
     dt_limit: tuple[float, float] = (0.0, float("inf"))
+    out_bias: bool | None = None
 
     @property
     def inner(self) -> int:
@@ -55,9 +57,22 @@ class Mamba2Sizes:
 
 
 class MambaMixer2(nn.Module):
-    """Mixes tokens over time with Mamba-2's recurrence (see :class:`recurra.layers.base.Mixer`)."""
+    """Mixes tokens over time with Mamba-2's recurrence (see :class:`recurra.layers.base.Mixer`).
 
-    def __init__(self, sizes: Mamba2Sizes, *, ops: Ops, dtypes: Dtypes, device: torch.device) -> None:
+    Args:
+        sizes: its numbers.
+        norm: (y, z) to what the output projection gets, (rows, H * P) each; None: Mamba-2's gated norm.
+    """
+
+    def __init__(
+        self,
+        sizes: Mamba2Sizes,
+        *,
+        norm: nn.Module | None = None,
+        ops: Ops,
+        dtypes: Dtypes,
+        device: torch.device,
+    ) -> None:
         super().__init__()
         self.sizes, self._ops, self._dtypes = sizes, ops, dtypes
         rows = 2 * sizes.inner + 2 * sizes.num_groups * sizes.state_size + sizes.num_heads
@@ -70,7 +85,10 @@ class MambaMixer2(nn.Module):
         self.D = parameter(sizes.num_heads, dtype=dtypes.recurrence, device=device)
         self.dt_bias = parameter(sizes.num_heads, dtype=dtypes.recurrence, device=device)
         group = sizes.inner // sizes.num_groups
-        self.norm = RMSNormGated(sizes.inner, group, sizes.norm_eps, ops=ops, dtypes=dtypes, device=device)
+        self.norm = norm or RMSNormGated(
+            sizes.inner, group, sizes.norm_eps, ops=ops, dtypes=dtypes, device=device
+        )
+        bias = bias if sizes.out_bias is None else sizes.out_bias
         self.out_proj = Linear(sizes.inner, sizes.hidden, bias=bias, ops=ops, dtypes=dtypes, device=device)
 
     def state_spec(self) -> StateSpec:
@@ -83,7 +101,7 @@ class MambaMixer2(nn.Module):
 
     def prefill(self, x: Tensor, batch: ForwardBatch, state: ConvSSM) -> Tensor:
         """Mix packed prompts: x (prefill tokens, hidden); writes ``state`` in place."""
-        z, xBC, dt = self._project(x)
+        z, xBC, dt = self.project(x)
         where = (batch.cu_seqlens, batch.prefill_slots, batch.has_state, batch.chunks)
         conv = self.conv1d
         xBC = self._ops.causal_conv1d_varlen(xBC, conv.weight, conv.bias, state.conv, *where, silu=True)
@@ -96,7 +114,7 @@ class MambaMixer2(nn.Module):
 
     def decode(self, x: Tensor, batch: ForwardBatch, state: ConvSSM) -> Tensor:
         """Mix one token of each decoding sequence: x (num_decode, hidden); writes ``state`` in place."""
-        z, xBC, dt = self._project(x)
+        z, xBC, dt = self.project(x)
         slots, conv = batch.decode_slots, self.conv1d
         xBC = self._ops.causal_conv1d_update(xBC, conv.weight, conv.bias, state.conv, slots, silu=True)
         xs, B, C = self._split(xBC)
@@ -108,7 +126,8 @@ class MambaMixer2(nn.Module):
 
     def stack_weights(self, norm: RMSNorm) -> Mamba2Weights:
         """This block's tensors for the fused decode step; nothing is copied."""
-        s = self.sizes
+        s, gated = self.sizes, self.norm
+        assert isinstance(gated, RMSNormGated)
         return Mamba2Weights(
             norm=norm.weight.data,
             norm_eps=norm.eps,
@@ -120,9 +139,9 @@ class MambaMixer2(nn.Module):
             A=self.A.data,
             D=self.D.data,
             dt_limit=s.dt_limit,
-            gated_norm=self.norm.weight.data,
-            gated_norm_eps=self.norm.eps,
-            gated_norm_group=self.norm.group_size,
+            gated_norm=gated.weight.data,
+            gated_norm_eps=gated.eps,
+            gated_norm_group=gated.group_size,
             out_proj=self.out_proj.weight.data,
             out_proj_bias=tensor(self.out_proj.bias),
             num_heads=s.num_heads,
@@ -131,7 +150,7 @@ class MambaMixer2(nn.Module):
             state_size=s.state_size,
         )
 
-    def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """z (T, H * P), xBC (T, conv channels) and dt (T, H): views of one product."""
         s = self.sizes
         z, xBC, dt = torch.split(self.in_proj(x), [s.inner, s.conv_channels, s.num_heads], dim=-1)

@@ -36,12 +36,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class GatedMLP(nn.Module):
-    """``w_out(act(gate) * up)``: (rows, hidden) to the same; gate and up are the halves of one product.
-
-    Args:
-        gate_scale: of the gate before the activation (FalconH1's multiplier).
-        out_scale: of the result, likewise.
-    """
+    """``w_out(act(gate) * up)``: (rows, hidden) to the same; gate and up are the halves of one product."""
 
     def __init__(
         self,
@@ -53,21 +48,16 @@ class GatedMLP(nn.Module):
         ops: Ops,
         dtypes: Dtypes,
         device: torch.device,
-        gate_scale: float = 1.0,
-        out_scale: float = 1.0,
     ) -> None:
         super().__init__()
         self.w_in = Linear(hidden, 2 * inner, bias=bias, ops=ops, dtypes=dtypes, device=device)
         self.w_out = Linear(inner, hidden, bias=bias, ops=ops, dtypes=dtypes, device=device)
-        self._act = ACTIVATIONS[activation]
-        self._gate_scale, self._out_scale = gate_scale, out_scale
+        self.act = ACTIVATIONS[activation]
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.w_in(x).chunk(2, dim=-1)
-        if self._gate_scale != 1.0:
-            gate = gate * self._gate_scale
-        out: Tensor = self.w_out(self._act(gate) * up)
-        return out if self._out_scale == 1.0 else out * self._out_scale
+        out: Tensor = self.w_out(self.act(gate) * up)
+        return out
 
 
 class MLP(nn.Module):
@@ -87,8 +77,8 @@ class MLP(nn.Module):
         super().__init__()
         self.w_in = Linear(hidden, inner, bias=bias, ops=ops, dtypes=dtypes, device=device)
         self.w_out = Linear(inner, hidden, bias=bias, ops=ops, dtypes=dtypes, device=device)
-        self._act = ACTIVATIONS[activation]
+        self.act = ACTIVATIONS[activation]
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.w_out(self._act(self.w_in(x)))
+        out: Tensor = self.w_out(self.act(self.w_in(x)))
         return out

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from recurra.layers.dtypes import Dtypes, parameter
@@ -39,3 +40,27 @@ class RMSNormGated(nn.Module):
 
     def forward(self, x: Tensor, z: Tensor) -> Tensor:
         return self._rms_norm_gated(x, z, self.weight, self.eps, self.group_size)
+
+
+class NormThenGate(nn.Module):
+    """``norm(x) * weight * silu(z)``, normalised within each group of ``group_size`` columns."""
+
+    def __init__(
+        self, width: int, group_size: int, eps: float, *, ops: Ops, dtypes: Dtypes, device: torch.device
+    ) -> None:
+        super().__init__()
+        self.weight = parameter(width, dtype=dtypes.act, device=device)
+        self.group_size = group_size
+        self.eps = eps
+        self._rms_norm = ops.rms_norm
+
+    def forward(self, x: Tensor, z: Tensor) -> Tensor:
+        normed = self._rms_norm(x.reshape(-1, self.group_size), None, self.eps)
+        return normed.view(x.shape) * self.weight * F.silu(z)
+
+
+class Gate(nn.Module):
+    """``x * silu(z)``, without any norm."""
+
+    def forward(self, x: Tensor, z: Tensor) -> Tensor:
+        return x * F.silu(z)

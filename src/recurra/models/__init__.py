@@ -36,6 +36,7 @@ ARCHITECTURES = {
     "FalconMambaForCausalLM": "recurra.models.mamba:FALCON_MAMBA",
     "Mamba2ForCausalLM": "recurra.models.mamba2:MAMBA2",
     "BambaForCausalLM": "recurra.models.bamba:BAMBA",
+    "FalconH1ForCausalLM": "recurra.models.falcon_h1:FALCON_H1",
 }
 
 #: For configurations that name no architecture.
@@ -44,6 +45,7 @@ MODEL_TYPES = {
     "falcon_mamba": "FalconMambaForCausalLM",
     "mamba2": "Mamba2ForCausalLM",
     "bamba": "BambaForCausalLM",
+    "falcon_h1": "FalconH1ForCausalLM",
 }
 
 #: What ``load_format`` may be: safetensors, random weights, or pickles (``pytorch_model.bin``).

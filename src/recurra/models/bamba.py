@@ -56,27 +56,31 @@ def _read_attention(fields: Fields) -> AttentionSizes:
     )
 
 
-def read_mamba(fields: Fields) -> Mamba2Sizes:
+def read_mamba(fields: Fields, inner: int | None = None, out_bias: bool | None = None) -> Mamba2Sizes:
     """The Mamba-2 layers of Bamba and its relatives.
 
+    Args:
+        inner: channels; None: ``mamba_expand`` times the width.
+        out_bias: of the output projection; None: like the input projection's.
+
     Raises:
-        CheckpointError: heads that don't divide the width, or a head dimension that disagrees.
+        CheckpointError: heads that don't divide the channels, or a head dimension that disagrees.
     """
-    heads, inner = (
-        fields.whole("mamba_n_heads", 128),
-        fields.whole("mamba_expand", 2) * fields.whole("hidden_size"),
-    )
+    heads, hidden = fields.whole("mamba_n_heads", 128), fields.whole("hidden_size")
+    inner = inner or fields.whole("mamba_expand", 2) * hidden
     if inner % heads or fields.raw.get("mamba_d_head", "auto") not in ("auto", None, inner // heads):
         raise fields.wrong("mamba_n_heads", f"heads times mamba_d_head must be {inner}.")
+    bias = fields.flag("mamba_proj_bias", False)
     return Mamba2Sizes(
-        hidden=fields.whole("hidden_size"),
+        hidden=hidden,
         num_heads=heads,
         head_dim=inner // heads,
         num_groups=fields.whole("mamba_n_groups", 1),
         state_size=fields.whole("mamba_d_state", 256),
         conv_kernel=fields.whole("mamba_d_conv", 4, least=2),
         norm_eps=fields.number("rms_norm_eps", 1e-5),
-        use_bias=fields.flag("mamba_proj_bias", False),
+        use_bias=bias,
+        out_bias=bias if out_bias is None else out_bias,
         use_conv_bias=fields.flag("mamba_conv_bias", True),
         dt_limit=fields.interval("time_step_limit"),
     )

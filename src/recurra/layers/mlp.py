@@ -2,37 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from recurra.layers.dtypes import Dtypes
 from recurra.layers.linear import Linear
 from recurra.ops import Ops
+from recurra.ops.moe.activation import BY_NAME as ACTIVATIONS
 
-
-def relu2(x: Tensor) -> Tensor:
-    """``max(x, 0)^2``."""
-    return F.relu(x).square()
-
-
-def gelu_tanh(x: Tensor) -> Tensor:
-    """GELU by its tanh formula."""
-    return F.gelu(x, approximate="tanh")
-
-
-#: By the names that configurations use.
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "silu": F.silu,
-    "swish": F.silu,
-    "gelu": F.gelu,
-    "gelu_new": gelu_tanh,
-    "gelu_pytorch_tanh": gelu_tanh,
-    "relu": F.relu,
-    "relu2": relu2,
-}
+__all__ = ["ACTIVATIONS", "MLP", "GatedMLP"]
 
 
 class GatedMLP(nn.Module):

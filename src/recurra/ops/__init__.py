@@ -16,6 +16,7 @@ from recurra.ops.decode_stack import BuildDecodeStack
 from recurra.ops.delta import GatedDeltaRuleUpdate, GatedDeltaRuleVarlen
 from recurra.ops.linear import Linear
 from recurra.ops.linear_attention import LightningAttentionUpdate, LightningAttentionVarlen
+from recurra.ops.moe import ExpertMLP
 from recurra.ops.norm import RMSNorm, RMSNormGated
 from recurra.ops.registry import BACKENDS, OPERATORS, Choice, choose, refusal
 from recurra.ops.several import CausalConv1dUpdateVarlen, SelectiveStateUpdateVarlen
@@ -48,6 +49,7 @@ class Ops:
     store_kv: StoreKV
     attention_varlen: AttentionVarlen
     attention_update: AttentionUpdate
+    expert_mlp: ExpertMLP
     build_decode_stack: BuildDecodeStack | None
     choices: tuple[Choice, ...]
 

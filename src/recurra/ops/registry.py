@@ -44,6 +44,7 @@ OPERATORS = (
     Operator("store_kv", "attention"),
     Operator("attention_varlen", "attention", prefill=True),
     Operator("attention_update", "attention"),
+    Operator("expert_mlp", "moe"),
     Operator("build_decode_stack", "decode_stack", optional=True),
 )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any, Self
 
 import torch
@@ -15,10 +16,13 @@ from inputs import (
     check_bystanders,
     chunks_of,
     fused,
+    get_states,
     pad_rows,
     pad_slots,
     poisoned_pool,
+    put_states,
     slots_for,
+    stored_as,
 )
 from torch import Tensor
 
@@ -116,7 +120,8 @@ class LightningCase(PackedCase):
 
     def pool(self, precision: Precision, rows: int) -> StatePool:
         heads, key, value = self.state.shape[1:]
-        return poisoned_pool(lightning_state(heads, key, value, precision.state), rows, self.q.device)
+        spec = lightning_state(heads, key, value, precision.state)
+        return poisoned_pool(spec, rows, self.q.device, precision.rounding(self.q.device))
 
     def call(self, op: Op, state: Tensor, where: tuple[Any, ...]) -> Tensor:
         return op(self.q, self.k, self.v, self.log_decay, state, *where, scale=self.scale)
@@ -165,7 +170,7 @@ class DeltaCase(PackedCase):
     def pool(self, precision: Precision, rows: int) -> StatePool:
         heads, key, value = self.state.shape[1:]
         spec = delta_state(1, heads, key, value, 4, precision.state, precision.state)
-        return poisoned_pool(spec, rows, self.q.device)
+        return poisoned_pool(spec, rows, self.q.device, precision.rounding(self.q.device))
 
     @property
     def options(self) -> dict[str, Any]:
@@ -181,9 +186,25 @@ class DeltaCase(PackedCase):
 AnyCase = ShortConvCase | LightningCase | DeltaCase
 
 
-def _states(pool: StatePool, case: AnyCase) -> Tensor:
+def _put(pool: StatePool, case: AnyCase, slots: Tensor, state: Tensor) -> None:
+    if isinstance(case, ShortConvCase):
+        pool.layers[1].conv[slots.long()] = state
+    else:
+        put_states(pool, slots, state)
+
+
+def _get(pool: StatePool, case: AnyCase, slots: Tensor) -> Tensor:
+    if isinstance(case, ShortConvCase):
+        return pool.layers[1].conv[slots.long()].clone()
+    return get_states(pool, slots)
+
+
+def _bound(op: Op, pool: StatePool, case: AnyCase) -> tuple[Op, Tensor]:
+    """The operator, told how states are stored, and the states."""
     layer = pool.layers[1]
-    return layer.conv if isinstance(case, ShortConvCase) else layer.ssm
+    if isinstance(case, ShortConvCase):
+        return op, layer.conv
+    return partial(op, **stored_as(pool)), layer.ssm
 
 
 def run_packed(
@@ -202,13 +223,13 @@ def run_packed(
     slots = slots_for(len(lengths), device) if slots is None else slots
     flags = torch.tensor(has_state, dtype=torch.bool, device=device)
     pool = case.pool(precision, len(lengths) + 1)
-    states = _states(pool, case)
-    states[slots[flags].long()] = case.state[flags]
+    _put(pool, case, slots[flags], case.state[flags])
+    op, states = _bound(op, pool, case)
     before = pool.rows.clone()
     where = (bounds(lengths, device), slots, flags, chunks_of(lengths, chunk, device))
     y = case.call(op, states, where)
     check_bystanders(pool, before, slots)
-    return y, states[slots.long()].clone()
+    return y, _get(pool, case, slots)
 
 
 def run_step(
@@ -219,15 +240,15 @@ def run_step(
     rows = case.state.shape[0]
     slots = slots_for(rows, device)
     pool = case.pool(precision, rows + 1)
-    states = _states(pool, case)
-    states[slots.long()] = case.state
+    _put(pool, case, slots, case.state)
+    op, states = _bound(op, pool, case)
     before = pool.rows.clone()
     if isinstance(case, ShortConvCase):
         y = case.padded(padding).call(op, states, (pad_slots(slots, padding),))
     else:
         y = case.padded(padding).update(op, states, (pad_slots(slots, padding),))
     check_bystanders(pool, before, slots)
-    return y[:rows], states[slots.long()].clone()
+    return y[:rows], _get(pool, case, slots)
 
 
 def lightning_matrix_form(

@@ -18,6 +18,8 @@ from torch import Tensor
 
 from recurra.cache.pool import StatePool
 from recurra.cache.spec import mamba1_state, mamba2_state
+from recurra.ops.rounding import NEAREST, SCALED, Rounding, stochastic
+from recurra.ops.rounding import reference as rounding_reference
 from recurra.types import Chunks
 
 Op = Callable[..., Tensor]
@@ -65,9 +67,9 @@ def slots_for(rows: int, device: torch.device) -> Tensor:
     return torch.tensor([rows + 1 - r for r in range(rows)], dtype=torch.int32, device=device)
 
 
-def poisoned_pool(spec: Any, num_slots: int, device: torch.device) -> StatePool:
+def poisoned_pool(spec: Any, num_slots: int, device: torch.device, rounding: Rounding = NEAREST) -> StatePool:
     """A pool of two layers (so that slots are far apart) in which every number is NaN."""
-    pool = StatePool((spec, spec), num_slots, device)
+    pool = StatePool((spec, spec), num_slots, device, rounding)
     pool.rows.fill_(0xFF)
     return pool
 
@@ -103,9 +105,22 @@ class Precision:
     act: torch.dtype
     state: torch.dtype
     parameter: torch.dtype = torch.float32
+    by_chance: bool = False  # states are rounded stochastically
 
     def __str__(self) -> str:
-        return f"{self.act}-{self.state}".replace("torch.", "")
+        mode = "-stochastic" if self.by_chance else ""
+        return f"{self.act}-{self.state}{mode}".replace("torch.", "")
+
+    def rounding(self, device: torch.device | str) -> Rounding:
+        """How states are rounded; every run starts from the same seed and step."""
+        return stochastic(7, device) if self.by_chance else NEAREST
+
+    def stored(self, state: Tensor) -> Tensor:
+        """The numbers that a state in this precision can hold, nearest to those given."""
+        if self.state not in SCALED:
+            return state.to(self.state)
+        stored, scale = rounding_reference.encode(state.float(), self.state, None)
+        return stored.float() * scale.float()[..., None]
 
 
 EXACT = Precision(torch.float64, torch.float64, torch.float64)
@@ -121,13 +136,15 @@ class Case:
     def to(self, precision: Precision, device: torch.device | str = "cpu") -> Self:
         """Round every tensor to its dtype of a run."""
         changes: dict[str, Tensor] = {}
+        # A scaled state is given its scales where it is stored.
+        wide_enough = torch.float32 if precision.state in SCALED else precision.state
         for field in fields(self):
             value = getattr(self, field.name)
             if isinstance(value, Tensor):
                 kind = (
                     precision.act
                     if field.name in self.ACT
-                    else precision.state
+                    else wide_enough
                     if field.name in self.STATE
                     else precision.parameter
                 )
@@ -136,7 +153,9 @@ class Case:
 
     def rounded(self, precision: Precision) -> Self:
         """The float64 case that holds exactly the numbers of a run in ``precision``."""
-        return self.to(precision).to(EXACT)
+        names = [f.name for f in fields(self) if f.name in self.STATE]
+        held = replace(self, **{name: precision.stored(getattr(self, name)) for name in names})
+        return held.to(precision).to(EXACT)
 
 
 def _normal(*shape: int) -> Tensor:
@@ -218,6 +237,25 @@ def run_conv_update(
     y = op(x, case.weight, case.bias, pool.layers[1].conv, pad_slots(slots, padding), silu=silu)
     check_bystanders(pool, untouched, slots)
     return y[:rows], pool.layers[1].conv[slots.long()].clone()
+
+
+def put_states(pool: StatePool, slots: Tensor, state: Tensor) -> None:
+    """Store states in the pool's second layer, to the nearest number."""
+    layer = pool.layers[1]
+    rounding_reference.store(layer.ssm, layer.scale, slots, state, NEAREST)
+
+
+def get_states(pool: StatePool, slots: Tensor) -> Tensor:
+    """The states of the pool's second layer, in their own dtype or as float32 with their scales applied."""
+    layer = pool.layers[1]
+    dtype = torch.float32 if layer.ssm.dtype in SCALED else layer.ssm.dtype
+    return rounding_reference.load(layer.ssm, layer.scale, slots, dtype)
+
+
+def stored_as(pool: StatePool) -> dict[str, Any]:
+    """What an operator is told of how the second layer's states are stored."""
+    layer = pool.layers[1]
+    return {"state_scale": layer.scale, "rounding": layer.rounding}
 
 
 def pad_rows(x: Tensor, padding: int) -> Tensor:
@@ -318,8 +356,8 @@ def _ssm_pool(state: Tensor, precision: Precision, slots: Tensor, has_state: Ten
     else:
         heads, dim, size = state.shape[1:]
         spec = mamba2_state(heads, dim, 1, size, 2, precision.state, precision.state)
-    pool = poisoned_pool(spec, slots.shape[0] + 1, slots.device)
-    pool.layers[1].ssm[slots[has_state].long()] = state[has_state]
+    pool = poisoned_pool(spec, slots.shape[0] + 1, slots.device, precision.rounding(slots.device))
+    put_states(pool, slots[has_state], state[has_state])
     return pool
 
 
@@ -343,11 +381,11 @@ def run_scan(
     x, dt, B, C = fused(case.x, case.dt, case.B, case.C)
     if isinstance(case, ScanCase):
         z = None if case.z is None else fused(case.z)[0]
-        y = op(x, dt, case.A, B, C, case.D, z, case.dt_bias, *where)
+        y = op(x, dt, case.A, B, C, case.D, z, case.dt_bias, *where, **stored_as(pool))
     else:
-        y = op(x, dt, case.A, B, C, case.D, case.dt_bias, *where, dt_limit=case.dt_limit)
+        y = op(x, dt, case.A, B, C, case.D, case.dt_bias, *where, dt_limit=case.dt_limit, **stored_as(pool))
     check_bystanders(pool, untouched, slots)
-    return y, pool.layers[1].ssm[slots.long()].clone()
+    return y, get_states(pool, slots)
 
 
 def run_update(
@@ -363,10 +401,21 @@ def run_update(
     z = None if case.z is None else fused(pad_rows(case.z, padding))[0]
     limit = {} if isinstance(case, ScanCase) else {"dt_limit": case.dt_limit}
     y = op(
-        pool.layers[1].ssm, x, dt, case.A, B, C, case.D, z, case.dt_bias, pad_slots(slots, padding), **limit
+        pool.layers[1].ssm,
+        x,
+        dt,
+        case.A,
+        B,
+        C,
+        case.D,
+        z,
+        case.dt_bias,
+        pad_slots(slots, padding),
+        **limit,
+        **stored_as(pool),
     )
     check_bystanders(pool, untouched, slots)
-    return y[:rows], pool.layers[1].ssm[slots.long()].clone()
+    return y[:rows], get_states(pool, slots)
 
 
 def tokens_of(case: Any, rows: slice | Tensor) -> Any:

@@ -140,7 +140,9 @@ def test_refusals() -> None:
         run(ids, slots + 9)
     assert run(ids[:0], slots[:0]).shape == (0, 48)
     with pytest.raises(ConfigError, match="mamba_ssm_cache_dtype"):
-        build_decode_stack(weights, tuple((c, s.half()) for c, s in states), 1)
+        build_decode_stack(weights, tuple((c, s.double()) for c, s in states), 1)
+    with pytest.raises(ConfigError, match="mamba_cache_dtype"):
+        build_decode_stack(weights, tuple((c.half(), s) for c, s in states), 1)
     mixed = StackWeights(
         weights.embedding, (weights.blocks[0], _stack("mamba2").blocks[0]), weights.final_norm, 1e-5
     )

@@ -11,7 +11,7 @@ from recurra.cache.spec import ConvSSM, LayerState
 from recurra.engine.batch import prefill_part
 from recurra.models import CausalLM
 from recurra.ops import Ops
-from recurra.ops.decode_stack import DecodeStack
+from recurra.ops.decode_stack import BlockState, DecodeStack
 from recurra.types import ForwardBatch
 
 
@@ -60,9 +60,5 @@ def make_forward(
     weights = None if enforce_eager or ops.build_decode_stack is None else model.stack_weights()
     if weights is None or ops.build_decode_stack is None:
         return eager
-    return StackForward(
-        eager,
-        ops.build_decode_stack(
-            weights, tuple((s.conv, s.ssm) for s in states if isinstance(s, ConvSSM)), num_threads
-        ),
-    )
+    blocks = tuple(BlockState(*s) for s in states if isinstance(s, ConvSSM))
+    return StackForward(eager, ops.build_decode_stack(weights, blocks, num_threads))

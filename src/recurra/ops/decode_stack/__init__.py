@@ -8,9 +8,11 @@ exactly the composition of the single operators; tests hold it against them.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
+
+from recurra.ops.rounding import NEAREST, Rounding
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +70,19 @@ class StackWeights:
     final_norm_eps: float
 
 
+class BlockState(NamedTuple):
+    """A block's view of the pool.
+
+    conv: (slots, channels, W - 1). ssm: (slots, ..., N), of any format of :mod:`recurra.ops.rounding`, with the
+    scales of its rows, if it has any, and how it is rounded.
+    """
+
+    conv: Tensor
+    ssm: Tensor
+    scale: Tensor | None = None
+    rounding: Rounding = NEAREST
+
+
 class DecodeStack(Protocol):
     """A compiled step.
 
@@ -87,13 +102,13 @@ class BuildDecodeStack(Protocol):
 
     Args:
         weights: the stack.
-        states: for each block its (conv_state, ssm_state) views of the pool.
+        states: for each block its views of the pool.
         num_threads: CPU threads of a step.
     """
 
     def __call__(
         self,
         weights: StackWeights,
-        states: tuple[tuple[Tensor, Tensor], ...],
+        states: tuple[BlockState, ...],
         num_threads: int,
     ) -> DecodeStack: ...

@@ -10,24 +10,27 @@ from recurra.ops.cpu.calls import address as pointer_of
 from recurra.ops.cpu.calls import as_float32, row_bytes, table
 from recurra.ops.cpu.jit import address
 from recurra.ops.cpu.threads import ThreadPool, thread_pool
-from recurra.ops.decode_stack import DecodeStack, Mamba1Weights, Mamba2Weights, StackWeights
+from recurra.ops.decode_stack import BlockState, DecodeStack, Mamba1Weights, Mamba2Weights, StackWeights
 from recurra.ops.decode_stack import cpu_common as words
 from recurra.ops.decode_stack.cpu_mamba1 import mamba1_step
 from recurra.ops.decode_stack.cpu_mamba2 import mamba2_step
 from recurra.ops.linear.cpu import KINDS, chunk_rows, fits_tiles, matrix_words, scratch_row
+from recurra.ops.rounding.cpu import chance_words, stored_words
+from recurra.ops.ssm.cpu_update import work_floats
 
 _Weights = Mamba1Weights | Mamba2Weights
-States = tuple[tuple[Tensor, Tensor], ...]
 
 
 class _Block:
     """A block's row of the table, and the tensors that its addresses point to."""
 
-    def __init__(self, weights: _Weights, conv: Tensor, ssm: Tensor) -> None:
+    def __init__(self, weights: _Weights, state: BlockState) -> None:
         self.words: list[int | float] = [0] * words.BLOCK_WORDS
         self.keep: list[Tensor] = []
         self.weights = weights
-        self._common(weights, conv, ssm)
+        self.rounding, self.chance = state.rounding, chance_words(state.rounding)
+        self._common(weights, state.conv)
+        self._recurrent(state.ssm, state.scale)
         if isinstance(weights, Mamba1Weights):
             self._mamba1(weights)
         else:
@@ -45,24 +48,41 @@ class _Block:
             self.keep.append(bias)
         self.words[at : at + 6] = matrix_words(self.keep[-2 if bias is not None else -1], bias)
 
-    def _state(self, at: int, state: Tensor, setting: str) -> None:
+    def _window(self, state: Tensor) -> None:
         if state.dtype != torch.float32:
             raise ConfigError(
-                setting, str(state.dtype).removeprefix("torch."), "the compiled CPU step keeps float32 states.",
-                'Use "float32", or enforce_eager=True.',
+                "mamba_cache_dtype", str(state.dtype).removeprefix("torch."),
+                "the compiled CPU step keeps float32 windows.", 'Use "float32", or enforce_eager=True.',
             )  # fmt: skip
         assert state[0].is_contiguous(), state.stride()
-        self.words[at : at + 2] = [state.data_ptr(), row_bytes(state)]
+        self.words[words.CONV_STATE : words.CONV_STATE + 2] = [state.data_ptr(), row_bytes(state)]
         self.keep.append(state)
 
-    def _common(self, weights: _Weights, conv: Tensor, ssm: Tensor) -> None:
+    def _recurrent(self, state: Tensor, scale: Tensor | None) -> None:
+        self.columns = state.shape[-1]
+        self.keep.append(state)
+        self.words[words.SSM_STATE : words.SSM_STATE + 2] = [state.data_ptr(), row_bytes(state)]
+        self.words[words.STATE_BYTES] = state.element_size()
+        if state.dtype == torch.float32:
+            assert state[0].is_contiguous(), state.stride()
+            return
+        self.keep.append(stored_words(state, scale, self.chance))
+        self.words[words.STORED] = self.keep[-1].data_ptr()
+        if scale is not None:
+            self.keep.append(scale)
+
+    def draw_afresh(self) -> None:
+        """Take over the step that the states are at."""
+        if self.rounding.stochastic:
+            self.chance.copy_(chance_words(self.rounding))
+
+    def _common(self, weights: _Weights, conv: Tensor) -> None:
         self._vector(words.NORM, weights.norm, "norm")
         self.words[words.NORM_EPS] = float(weights.norm_eps)
         self._vector(words.CONV_WEIGHT, weights.conv_weight, "conv_weight")
         self._vector(words.CONV_BIAS, weights.conv_bias, "conv_bias")
         self.words[words.CONV_WIDTH] = weights.conv_weight.shape[1]
-        self._state(words.CONV_STATE, conv, "mamba_cache_dtype")
-        self._state(words.SSM_STATE, ssm, "mamba_ssm_cache_dtype")
+        self._window(conv)
         self._vector(words.A_MATRIX, weights.A, "A")
         self._vector(words.SKIP, weights.D, "D")
         self._vector(words.STEP_BIAS, weights.dt_bias, "dt_bias")
@@ -100,9 +120,13 @@ class CpuDecodeStack:
     Padding rows (slot 0) touch no state, and their output means nothing.
     """
 
-    def __init__(self, weights: StackWeights, states: States, pool: ThreadPool, job: int) -> None:
+    def __init__(
+        self, weights: StackWeights, states: tuple[BlockState, ...], pool: ThreadPool, job: int
+    ) -> None:
         self._pool, self._job = pool, job
-        self._blocks = [_Block(w, *state) for w, state in zip(weights.blocks, states, strict=True)]
+        self._blocks = [
+            _Block(w, BlockState(*state)) for w, state in zip(weights.blocks, states, strict=True)
+        ]
         self._table = torch.stack([table(*block.words) for block in self._blocks])
         self._embedding = weights.embedding.detach().contiguous()
         self._final_norm = as_float32(weights.final_norm, "final_norm").contiguous()
@@ -122,7 +146,8 @@ class CpuDecodeStack:
 
     def _allocate_scratch(self, batch: int) -> Tensor:
         columns = max(self._embedding.shape[1], self._widths[2])
-        return torch.zeros(self._pool.num_threads, scratch_row(batch, columns), dtype=torch.uint8)
+        size = max(scratch_row(batch, columns), *(4 * work_floats(block.columns) for block in self._blocks))
+        return torch.zeros(self._pool.num_threads, size, dtype=torch.uint8)
 
     def _check(self, token_ids: Tensor, slots: Tensor) -> None:
         vocabulary = self._embedding.shape[0]
@@ -143,6 +168,8 @@ class CpuDecodeStack:
         token_ids = token_ids.to(torch.int64).contiguous()
         slots = slots.to(torch.int32).contiguous()
         self._check(token_ids, slots)
+        for block in self._blocks:
+            block.draw_afresh()
         if self._buffers[0].shape[0] < batch:
             self._buffers = self._allocate(batch)
             self._scratch = self._allocate_scratch(batch)
@@ -160,7 +187,9 @@ class CpuDecodeStack:
         return out
 
 
-def build_decode_stack(weights: StackWeights, states: States, num_threads: int) -> DecodeStack:
+def build_decode_stack(
+    weights: StackWeights, states: tuple[BlockState, ...], num_threads: int
+) -> DecodeStack:
     """See :class:`recurra.ops.decode_stack.BuildDecodeStack`.
 
     Raises:

@@ -42,7 +42,8 @@ A_MATRIX, SKIP, STEP_BIAS = 9, 10, 11
 IN_PROJ, OUT_PROJ, X_PROJ, STEP_PROJ = 12, 18, 24, 30
 (INNER, STATE, RANK, BCDT_NORMS, BCDT_EPS) = range(36, 41)  # Mamba-1
 (HEADS, HEAD_DIM, GROUPS, STEP_LOW, STEP_HIGH, GATED_NORM, GATED_EPS, GATED_GROUP) = range(41, 49)  # Mamba-2
-BLOCK_WORDS = 49
+STORED, STATE_BYTES = 49, 50  # a narrow state's words (0: float32), and bytes of a number
+BLOCK_WORDS = 51
 
 
 @kernel
@@ -164,6 +165,12 @@ def end_block_chunks(step: int) -> int:
 def is_padding(step: int, s: int) -> bool:
     """Whether row ``s`` belongs to nobody."""
     return bool(slot_at(word(step, SLOTS), s) == 0)
+
+
+@kernel
+def slot_of(step: int, s: int) -> int:
+    """The slot of row ``s``."""
+    return int(slot_at(word(step, SLOTS), s))
 
 
 @kernel

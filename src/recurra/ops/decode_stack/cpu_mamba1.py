@@ -41,6 +41,7 @@ from recurra.ops.decode_stack.cpu_common import (
     STEP_BIAS,
     STEP_PROJ,
     STEPS,
+    STORED,
     WIDE,
     WIDE_BYTES,
     X_PROJ,
@@ -50,11 +51,18 @@ from recurra.ops.decode_stack.cpu_common import (
     end_block,
     end_block_chunks,
     is_padding,
+    slot_of,
     state_of,
 )
 from recurra.ops.linear.cpu import multiply
 from recurra.ops.norm.cpu import norm_group
-from recurra.ops.ssm.cpu_update import clear, skip_and_gate, step_sizes, update_channels
+from recurra.ops.ssm.cpu_update import (
+    clear,
+    skip_and_gate,
+    step_sizes,
+    update_channels,
+    update_stored_channels,
+)
 
 _X_ROWS = 16  # rows of an x projection's chunk
 _CHANNELS = 32  # channels of a chunk of the recurrence
@@ -127,8 +135,13 @@ def _recur(step: int, block: int, scratch: int, rank: int, chunk: int, ready: in
             step_sizes(dt, bias + 4 * c, dt, count, 1, -float("inf"), float("inf"))
             x = word(step, WIDE) + s * word(step, WIDE_BYTES) + 4 * c
             B = narrow + s * narrow_bytes + 4 * rank
-            state = state_of(step, block, SSM_STATE, s) + 4 * c * N
-            update_channels(state, x, dt, A + 4 * c * N, B, B + 4 * N, y, count, N)
+            state, C, rates = state_of(step, block, SSM_STATE, s), B + 4 * N, A + 4 * c * N
+            stored = word(block, STORED)
+            if stored:
+                slot = slot_of(step, s)
+                update_stored_channels(stored, state, slot, c, x, dt, rates, B, C, y, count, N, scratch)
+            else:
+                update_channels(state + 4 * c * N, x, dt, rates, B, C, y, count, N)
             skip_and_gate(y, x, D + 4 * c, 1, x + 4 * inner, count)
 
 

@@ -38,9 +38,11 @@ from recurra.ops.decode_stack.cpu_common import (
     SKIP,
     SSM_STATE,
     STATE,
+    STATE_BYTES,
     STEP_BIAS,
     STEP_HIGH,
     STEP_LOW,
+    STORED,
     THREADS,
     WIDE,
     WIDE_BYTES,
@@ -50,11 +52,12 @@ from recurra.ops.decode_stack.cpu_common import (
     end_block,
     end_block_chunks,
     is_padding,
+    slot_of,
     state_of,
 )
 from recurra.ops.linear.cpu import multiply
 from recurra.ops.norm.cpu import norm_group
-from recurra.ops.ssm.cpu_update import clear, skip_and_gate, step_size, update_head
+from recurra.ops.ssm.cpu_update import clear, skip_and_gate, step_size, update_head, update_stored_head
 
 
 @kernel
@@ -62,7 +65,7 @@ def _state_of_chunk(step: int, block: int, chunk: int) -> int:
     """Address of the state that a chunk of the recurrence updates."""
     H, size = word(block, HEADS), word(block, HEAD_DIM) * word(block, STATE)
     s = min(chunk // H, word(step, BATCH) - 1)
-    return int(state_of(step, block, SSM_STATE, s) + 4 * (chunk % H) * size)
+    return int(state_of(step, block, SSM_STATE, s) + word(block, STATE_BYTES) * (chunk % H) * size)
 
 
 @kernel
@@ -107,14 +110,19 @@ def _recur(step: int, block: int, rank: int, chunk: int) -> None:
         raw = splat(get(row + 4 * (2 * H * P + 2 * G * N + h)))
         bias = splat(get(word(block, STEP_BIAS) + 4 * h))
         dt = step_size(raw, bias, 1, splat(real(block, STEP_LOW)), splat(real(block, STEP_HIGH)))
-        state = state_of(step, block, SSM_STATE, s) + 4 * h * P * N
+        state = state_of(step, block, SSM_STATE, s)
         following = chunk + word(step, THREADS)
         if following < word(step, BATCH) * H:
             following = _state_of_chunk(step, block, following)
         else:
             following = chunk_of(block + 8 * OUT_PROJ, word(step, OUT_STEP), rank)
         A = splat(get(word(block, A_MATRIX) + 4 * h))
-        update_head(state, x, dt, A, B, B + 4 * G * N, y, P, N, following)
+        C, stored = B + 4 * G * N, word(block, STORED)
+        if stored:
+            work = word(step, SCRATCH) + rank * word(step, SCRATCH_BYTES)
+            update_stored_head(stored, state, slot_of(step, s), h, x, dt, A, B, C, y, P, N, work)
+        else:
+            update_head(state + 4 * h * P * N, x, dt, A, B, C, y, P, N, following)
         skip_and_gate(y, x, word(block, SKIP) + 4 * h, 0, 0, P)
 
 

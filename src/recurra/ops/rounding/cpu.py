@@ -43,6 +43,20 @@ def chance_words(rounding: Rounding) -> Tensor:
     return table(rounding.rounds, seed & _WORD, (seed >> 32) & _WORD, step & _WORD, layer)
 
 
+def stored_words(state: Tensor, scale: Tensor | None, chance: Tensor) -> Tensor:
+    """What kernels must know of a state to read and write it a few rows at a time (see ``cpu_rows.KIND``).
+
+    Args:
+        chance: from :func:`chance_words`; it must live as long as the table.
+
+    Raises:
+        ConfigError: states in a dtype that they aren't kept in.
+    """
+    check_state(state, scale)
+    assert state[0].is_contiguous(), state.stride()
+    return table(KINDS[state.dtype], *addresses(), chance.data_ptr(), *_scales(state, scale))
+
+
 @kernel
 def _open_unit(args: int, unit: int) -> None:
     kind, rows, N, blocks = word(args, 1), word(args, 2), word(args, 3), word(args, 4)

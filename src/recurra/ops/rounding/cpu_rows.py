@@ -48,6 +48,12 @@ _shorts, _bytes, _halves = (ir.VectorType(kind, LANES) for kind in (i16, _i8, f1
 
 # Words of the table that says how to round: no rounds means nearest.
 ROUNDS, KEY_LOW, KEY_HIGH, STEP, LAYER = range(5)
+
+# Words of the table of a narrow state: see :func:`stored_words` in ``cpu``.
+KIND, OPEN_ROWS, CLOSE_ROWS, CHANCE, SCALES, SCALE_SLOT = range(6)
+
+#: Rows that :func:`open_block` and :func:`close_block` are given at most, and float32 that they need beside them.
+BLOCK_ROWS, SPARE = 16, 32
 _WORD = 0xFFFFFFFF
 
 
@@ -456,3 +462,30 @@ def call_open(builder: Any, function: Any, *arguments: Any) -> None:
 def call_close(builder: Any, function: Any, *arguments: Any) -> None:
     """Call :func:`close_rows` by its address."""
     _call(builder, function, arguments)
+
+
+@kernel
+def open_block(stored: int, at: int, slot: int, row: int, rows: int, N: int, work: int) -> None:
+    """Widen up to 16 rows of a slot's state.
+
+    Args:
+        stored: address of the table of the state's words.
+        at: address of the slot's first number; row: the first of the rows, counted over all heads.
+        work: address of ``SPARE`` float32 and then the rows.
+    """
+    kind = word(stored, KIND)
+    scale = word(stored, SCALES) + slot * word(stored, SCALE_SLOT) + 2 * row
+    call_open(
+        word(stored, OPEN_ROWS), kind, at + element_bytes(kind) * row * N, scale, rows, N, work + 4 * SPARE
+    )  # fmt: skip
+
+
+@kernel
+def close_block(stored: int, at: int, slot: int, row: int, rows: int, N: int, work: int, place: int) -> None:
+    """Round the rows back; ``place`` is that of the first one's draws. Its number in its head is a multiple of 8."""
+    kind = word(stored, KIND)
+    scale = word(stored, SCALES) + slot * word(stored, SCALE_SLOT) + 2 * row
+    call_close(
+        word(stored, CLOSE_ROWS), kind, at + element_bytes(kind) * row * N, scale, rows, N, work + 4 * SPARE,
+        word(stored, CHANCE), slot, place, work,
+    )  # fmt: skip

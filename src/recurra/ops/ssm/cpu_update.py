@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from recurra.ops.cpu.calls import address as pointer_of
-from recurra.ops.cpu.calls import as_float32, row_bytes, states_by_slot, table, unit_rows
+from recurra.ops.cpu.calls import as_float32, row_bytes, table, unit_rows
 from recurra.ops.cpu.jit import address, kernel
 from recurra.ops.cpu.maths import exp, silu, softplus
 from recurra.ops.cpu.threads import claim, finish, thread_pool, wait_done
@@ -30,6 +30,9 @@ from recurra.ops.cpu.vectors import (
     where_less,
     word,
 )
+from recurra.ops.rounding import NEAREST, Rounding
+from recurra.ops.rounding.cpu import chance_words, stored_words
+from recurra.ops.rounding.cpu_rows import BLOCK_ROWS, SPARE, close_block, open_block
 
 _NO_LIMIT = (0.0, float("inf"))
 _CHANNELS = 256  # channels of a Mamba-1 unit
@@ -103,6 +106,45 @@ def update_head(
 
 
 @kernel
+def update_stored_head(
+    stored: int, at: int, slot: int, h: int, x: int, dt: Any, A: Any, B: int, C: int, y: int, P: int, N: int,
+    work: int,
+) -> None:  # fmt: skip
+    """As :func:`update_head` for head ``h`` of a narrow state, a few rows at a time.
+
+    Args:
+        stored: address of the state's words (``recurra.ops.rounding.cpu.stored_words``).
+        at: address of the slot's first number.
+        work: address of ``work_floats(N)`` float32.
+    """
+    for p in range(0, P, BLOCK_ROWS):
+        rows, row = min(BLOCK_ROWS, P - p), h * P + p
+        open_block(stored, at, slot, row, rows, N, work)
+        state = work + 4 * SPARE
+        update_head(state, x + 4 * p, dt, A, B, C, y + 4 * p, rows, N, state)
+        close_block(stored, at, slot, row, rows, N, work, (h * ((P + 7) // 8) + p // 8) * N)
+
+
+@kernel
+def update_stored_channels(
+    stored: int, at: int, slot: int, first: int, x: int, dt: int, A: int, B: int, C: int, y: int, count: int,
+    N: int, work: int,
+) -> None:  # fmt: skip
+    """As :func:`update_channels` for channels of a narrow state; ``first`` is a multiple of 8."""
+    for c in range(0, count, BLOCK_ROWS):
+        rows, row = min(BLOCK_ROWS, count - c), first + c
+        open_block(stored, at, slot, row, rows, N, work)
+        state = work + 4 * SPARE
+        update_channels(state, x + 4 * c, dt + 4 * c, A + 4 * c * N, B, C, y + 4 * c, rows, N)
+        close_block(stored, at, slot, row, rows, N, work, row // 8 * N)
+
+
+def work_floats(N: int) -> int:
+    """Float32 numbers that a thread needs to update narrow states of N columns."""
+    return SPARE + BLOCK_ROWS * N + LANES
+
+
+@kernel
 def skip_and_gate(y: int, x: int, D: int, D_step: int, z: int, count: int) -> None:
     """``y = (y + D x) * silu(z)``; D 0 or z 0 means none. D_step: 1 for a D of each value, 0 for one D."""
     for c in range(0, count, LANES):
@@ -141,9 +183,15 @@ def _job1(args: int, control: int, rank: int) -> None:
             raw = word(args, 10) + s * word(args, 11) + 4 * c
             bias, D, z = word(args, 19), word(args, 17), word(args, 21)
             step_sizes(raw, bias + 4 * c if bias else 0, dt, count, apply_softplus, low, high)
-            state = word(args, 4) + slot_at(word(args, 7), s) * word(args, 5) + 4 * c * N
+            slot = slot_at(word(args, 6), s)
+            state = word(args, 4) + slot * word(args, 5)
+            A = word(args, 12) + 4 * c * N
             B, C = word(args, 13) + s * word(args, 14), word(args, 15) + s * word(args, 16)
-            update_channels(state, x, dt, word(args, 12) + 4 * c * N, B, C, y, count, N)
+            if word(args, 7):
+                work = word(args, 27) + rank * word(args, 28)
+                update_stored_channels(word(args, 7), state, slot, c, x, dt, A, B, C, y, count, N, work)
+            else:
+                update_channels(state + 4 * c * N, x, dt, A, B, C, y, count, N)
             gate = z + s * word(args, 26) + 4 * c if z else 0
             skip_and_gate(y, x, D + 4 * c if D else 0, 1, gate, count)
         ticket = finish(control)
@@ -167,12 +215,19 @@ def _job2(args: int, control: int, rank: int) -> None:
             b = splat(get(bias + 4 * h)) if bias else splat(0.0)
             raw = splat(get(word(args, 10) + s * word(args, 11) + 4 * h))
             dt = step_size(raw, b, apply_softplus, splat(low), splat(high))
-            state = word(args, 4) + slot_at(word(args, 7), s) * word(args, 5) + 4 * h * P * N
+            slot = slot_at(word(args, 6), s)
+            state = word(args, 4) + slot * word(args, 5)
+            A = splat(get(word(args, 12) + 4 * h))
             g = 4 * (h // per_group) * N
             B, C = word(args, 13) + s * word(args, 14) + g, word(args, 15) + s * word(args, 16) + g
-            # The next head in memory, whoever takes it: the threads' second-level caches are small beside states.
-            following = state + 4 * P * N
-            update_head(state, x, dt, splat(get(word(args, 12) + 4 * h)), B, C, y, P, N, following)
+            if word(args, 7):
+                work = word(args, 27) + rank * word(args, 28)
+                update_stored_head(word(args, 7), state, slot, h, x, dt, A, B, C, y, P, N, work)
+            else:
+                # What follows is the next head in memory, whoever takes it: second-level caches are small
+                # beside states.
+                state += 4 * h * P * N
+                update_head(state, x, dt, A, B, C, y, P, N, state + 4 * P * N)
             D_step = word(args, 18)
             skip = D + 4 * (h * P if D_step else h) if D else 0
             skip_and_gate(y, x, skip, D_step, z + s * word(args, 26) + 4 * h * P if z else 0, P)
@@ -195,15 +250,21 @@ def selective_state_update(
     *,
     dt_softplus: bool = True,
     dt_limit: tuple[float, float] = _NO_LIMIT,
+    state_scale: Tensor | None = None,
+    rounding: Rounding = NEAREST,
 ) -> Tensor:
     """See :class:`recurra.ops.ssm.SelectiveStateUpdate`. Padding rows give zeros.
 
     Raises:
-        ConfigError: a dtype that isn't float32, bfloat16 or float16.
+        ConfigError: inputs that aren't float32, bfloat16 or float16, or states in a dtype that they aren't kept in.
     """
     first = ssm_state.dim() == 3
     given = slots.to(torch.int32).contiguous()
-    states = states_by_slot(ssm_state, given, "mamba_ssm_cache_dtype")
+    assert ssm_state[0].is_contiguous(), ssm_state.stride()
+    chance = chance_words(rounding)
+    stored = None if ssm_state.dtype == torch.float32 else stored_words(ssm_state, state_scale, chance)
+    threads = torch.get_num_threads()
+    work = torch.empty(threads, work_floats(ssm_state.shape[-1]) if stored is not None else 0)
     rows = {"x": x, "dt": dt, "B": B, "C": C} | ({} if z is None else {"z": z})
     wide = {name: unit_rows(tensor, name) for name, tensor in rows.items()}
     A = as_float32(A, "A").contiguous()
@@ -214,15 +275,14 @@ def selective_state_update(
     steps = torch.empty(x.shape if first else (0,), dtype=torch.float32)
     gate = wide.get("z")
     arguments = table(
-        S, width, ssm_state.shape[-1], 1 if first else x.shape[2], states.rows.data_ptr(), row_bytes(states.rows),
-        given.data_ptr(), states.slots.data_ptr(), wide["x"].data_ptr(), row_bytes(wide["x"]),
+        S, width, ssm_state.shape[-1], 1 if first else x.shape[2], ssm_state.data_ptr(), row_bytes(ssm_state),
+        given.data_ptr(), pointer_of(stored), wide["x"].data_ptr(), row_bytes(wide["x"]),
         wide["dt"].data_ptr(), row_bytes(wide["dt"]), A.data_ptr(), wide["B"].data_ptr(), row_bytes(wide["B"]),
         wide["C"].data_ptr(), row_bytes(wide["C"]), pointer_of(skip), int(skip is not None and skip.dim() == 2),
         pointer_of(bias), out.data_ptr(), pointer_of(gate),
         steps.data_ptr() if first else width // B.shape[1],
         int(dt_softplus), float(dt_limit[0]) if dt_limit != _NO_LIMIT else -float("inf"), float(dt_limit[1]),
-        0 if gate is None else row_bytes(gate),
+        0 if gate is None else row_bytes(gate), work.data_ptr(), row_bytes(work),
     )  # fmt: skip
-    thread_pool(torch.get_num_threads()).run(address(_job1 if first else _job2), arguments.numpy())
-    states.commit(torch.arange(S + 1))
+    thread_pool(threads).run(address(_job1 if first else _job2), arguments.numpy())
     return out.to(x.dtype)

@@ -100,7 +100,7 @@ def _heads_kernel(
     old = ()
     for j in tl.static_range(LANES):
         p_ok = i * LANES + j < P
-        old += (load_state(tile + j * N, p_ok[:, None] & n_ok[None, :], scales + j, p_ok, FORMAT),)
+        old += (load_state(tile + j * N, p_ok[:, None] & n_ok[None, :], scales + j, p_ok, FORMAT),)  # type: ignore[assignment]
 
     group = h // HEADS_A_GROUP
     bias = tl.load(dt_bias + h).to(tl.float32) if HAS_BIAS else 0.0
@@ -189,7 +189,7 @@ def _channels_kernel(
     old = ()
     for j in tl.static_range(LANES):
         c_ok = i * LANES + j < CHANNELS
-        old += (load_state(tile + j * N, c_ok[:, None] & n_ok[None, :], scales + j, c_ok, FORMAT),)
+        old += (load_state(tile + j * N, c_ok[:, None] & n_ok[None, :], scales + j, c_ok, FORMAT),)  # type: ignore[assignment]
 
     bv = tl.load(B + row * b_row + n, mask=n_ok, other=0.0).to(tl.float32)
     cv = tl.load(C + row * c_row + n, mask=n_ok, other=0.0).to(tl.float32)

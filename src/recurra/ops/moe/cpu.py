@@ -24,7 +24,7 @@ def expert_mlp(
     order = expert_ids.flatten().argsort(stable=True)
     counts = torch.bincount(expert_ids.flatten(), minlength=w_in.shape[0]).tolist()
     parts = torch.empty(order.shape[0], x.shape[1], dtype=torch.float32)
-    for expert, rows in enumerate(order.split(counts)):
+    for expert, rows in enumerate(torch.split(order, counts)):
         if rows.numel():
             h = activate(linear(x[rows // choices].float(), w_in[expert]), activation, gated)
             parts[rows] = linear(h, w_out[expert])

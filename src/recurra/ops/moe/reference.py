@@ -22,7 +22,7 @@ def expert_mlp(
     """See :class:`recurra.ops.moe.ExpertMLP`."""
     dtype = wide(x, w_in)
     out = torch.zeros(x.shape, dtype=dtype, device=x.device)
-    for expert in expert_ids.unique().tolist():
+    for expert in sorted(set(expert_ids.flatten().tolist())):
         token, choice = (expert_ids == expert).nonzero(as_tuple=True)
         h = activate(x[token].to(dtype) @ w_in[expert].to(dtype).T, activation, gated)
         y = h @ w_out[expert].to(dtype).T

@@ -24,7 +24,7 @@ def expert_mlp(
     order = expert_ids.flatten().argsort(stable=True)
     counts = torch.bincount(expert_ids.flatten(), minlength=w_in.shape[0]).tolist()
     parts = x.new_empty(order.shape[0], x.shape[1])
-    for expert, rows in enumerate(order.split(counts)):
+    for expert, rows in enumerate(torch.split(order, counts)):
         if rows.numel():
             h = activate(F.linear(x[rows // choices], w_in[expert].to(x.dtype)), activation, gated)
             parts[rows] = F.linear(h, w_out[expert].to(x.dtype))

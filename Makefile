@@ -25,7 +25,7 @@ $(VENV)/.dev: $(VENV)/.user
 	@touch $@
 
 demo: $(VENV)/.user ## install, then continue a prompt with the shipped model
-	$(BIN)/recurra generate $(MODEL) --prompt "$(PROMPT)" --max-tokens 96 --temperature 0.7 --seed 1
+	$(BIN)/recurra generate $(MODEL) --prompt "$(PROMPT)" --echo --max-tokens 96 --temperature 0.7 --seed 1
 
 chat: $(VENV)/.user ## talk to the shipped model
 	$(BIN)/recurra chat $(MODEL)

@@ -67,10 +67,11 @@ def test_settings_are_frozen_and_paths_become_text() -> None:
         ({"speculative_config": {"method": "ngram"}}, "None"),
         ({"quantization": "int8"}, "None"),
         ({"tensor_parallel_size": 2}, "1"),
-        ({"mamba_ssm_cache_dtype": "float16"}, "float32"),
+        ({"mamba_ssm_cache_dtype": "fp4"}, "int8"),
         ({"mamba_cache_dtype": "bfloat16"}, "float32"),
         ({"dtype": "int8"}, "bfloat16"),
-        ({"mamba_config": {"enable_stochastic_rounding": True}}, "False"),
+        ({"mamba_config": {"enable_stochastic_rounding": True}}, "mamba_ssm_cache_dtype"),
+        ({"mamba_config": {"stochastic_rounding_philox_rounds": 5}}, "enable_stochastic_rounding=True"),
     ],
 )
 def test_what_is_not_offered_is_refused_with_what_works(settings: dict[str, Any], works: str) -> None:
@@ -78,6 +79,32 @@ def test_what_is_not_offered_is_refused_with_what_works(settings: dict[str, Any]
         resolve(config(**settings), FACTS, CPU)
     assert works in caught.value.hint
     assert caught.value.setting in str(settings)
+
+
+@pytest.mark.parametrize(
+    ("asked", "settled"),
+    [
+        ("auto", torch.float32), ("float32", torch.float32), ("bfloat16", torch.bfloat16),
+        ("float16", torch.float16), ("half", torch.float16), ("fp8", torch.float8_e4m3fn),
+        ("fp8_e4m3", torch.float8_e4m3fn), ("int8", torch.int8), (torch.int8, torch.int8),
+    ],
+)  # fmt: skip
+def test_state_precision(asked: Any, settled: torch.dtype) -> None:
+    for device in (CPU, NEW_GPU):
+        assert resolve(config(mamba_ssm_cache_dtype=asked), FACTS, device).ssm_dtype is settled
+
+
+def test_auto_states_follow_the_checkpoint() -> None:
+    facts = ModelFacts(torch.bfloat16, None, torch.float16)
+    assert resolve(config(), facts, CPU).ssm_dtype is torch.float16
+    assert resolve(config(mamba_ssm_cache_dtype="float32"), facts, CPU).ssm_dtype is torch.float32
+
+
+def test_stochastic_rounding_of_narrow_states() -> None:
+    asked = {"enable_stochastic_rounding": True, "stochastic_rounding_philox_rounds": 5}
+    settled = resolve(config(mamba_ssm_cache_dtype="int8", mamba_config=asked), FACTS, CPU)
+    assert (settled.stochastic_rounding, settled.philox_rounds) == (True, 5)
+    assert not resolve(config(mamba_ssm_cache_dtype="int8"), FACTS, CPU).stochastic_rounding
 
 
 def test_dtypes_follow_checkpoint_device_and_backend() -> None:

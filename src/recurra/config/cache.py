@@ -13,7 +13,8 @@ class CacheSettings(BaseModel):
             if the memory is too small.
         enable_prefix_caching: reuse states of shared prompt beginnings.
         mamba_cache_dtype: precision of convolution windows; "auto" follows the activations.
-        mamba_ssm_cache_dtype: precision of SSM states; "auto" is float32.
+        mamba_ssm_cache_dtype: precision of SSM states: float32, bfloat16, float16, fp8 or int8; "auto" follows
+            the checkpoint's configuration, then float32.
         gpu_memory_utilization: share of the GPU's memory that weights and states may take.
     """
 

@@ -27,6 +27,16 @@ DTYPES = {
 }
 _DTYPE_NAMES = '"auto", "float32", "bfloat16" or "float16"'
 
+#: What states may be kept in: those, and 8 bits with a scale for each row.
+STATE_DTYPES = {
+    **DTYPES,
+    "fp8": torch.float8_e4m3fn,
+    "fp8_e4m3": torch.float8_e4m3fn,
+    "float8_e4m3fn": torch.float8_e4m3fn,
+    "int8": torch.int8,
+}
+_STATE_NAMES = '"auto", "float32", "bfloat16", "float16", "fp8" or "int8"'
+
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
@@ -59,6 +69,8 @@ class Settled:
     conv_dtype: torch.dtype
     ssm_dtype: torch.dtype
     max_model_len: int
+    stochastic_rounding: bool = False
+    philox_rounds: int = 0
 
 
 def resolve(config: EngineConfig, model: ModelFacts, device: Device) -> Settled:
@@ -73,22 +85,34 @@ def resolve(config: EngineConfig, model: ModelFacts, device: Device) -> Settled:
     # CPU kernels and the reference widen weights as they read them and compute in float32.
     reference = mamba.backend is MambaBackendEnum.REFERENCE
     act_dtype = torch.float32 if device.type == "cpu" or reference else weight_dtype
-    settled = Settled(
+    ssm_dtype = _ssm_dtype(config.mamba_ssm_cache_dtype, model.ssm_dtype)
+    _check_rounding(mamba, ssm_dtype)
+    return Settled(
         device=device,
         backend=mamba.backend.value if mamba.backend else None,
         prefill_backend=mamba.prefill_backend.value if mamba.prefill_backend else None,
         weight_dtype=weight_dtype,
         act_dtype=act_dtype,
         conv_dtype=_conv_dtype(config.mamba_cache_dtype, act_dtype),
-        ssm_dtype=_ssm_dtype(config.mamba_ssm_cache_dtype, model.ssm_dtype),
+        ssm_dtype=ssm_dtype,
         max_model_len=_max_model_len(config.max_model_len, model.max_length),
+        stochastic_rounding=mamba.enable_stochastic_rounding,
+        philox_rounds=mamba.stochastic_rounding_philox_rounds,
     )
-    if mamba.enable_stochastic_rounding and settled.ssm_dtype is torch.float32:
+
+
+def _check_rounding(mamba: MambaConfig, ssm_dtype: torch.dtype) -> None:
+    if mamba.enable_stochastic_rounding and ssm_dtype is torch.float32:
         raise ConfigError(
             "enable_stochastic_rounding", True, "float32 states are not rounded.",
-            "Leave it False.",
+            'Leave it False, or set mamba_ssm_cache_dtype to "float16", "bfloat16", "fp8" or "int8".',
         )  # fmt: skip
-    return settled
+    if mamba.stochastic_rounding_philox_rounds and not mamba.enable_stochastic_rounding:
+        raise ConfigError(
+            "stochastic_rounding_philox_rounds", mamba.stochastic_rounding_philox_rounds,
+            "nothing is drawn without stochastic rounding.",
+            "Leave it 0, or set enable_stochastic_rounding=True.",
+        )  # fmt: skip
 
 
 def _refuse_not_offered(config: EngineConfig) -> None:
@@ -130,16 +154,13 @@ def _conv_dtype(asked: str, act_dtype: torch.dtype) -> torch.dtype:
 
 
 def _ssm_dtype(asked: str, checkpoint: torch.dtype | None) -> torch.dtype:
-    if asked == "auto" and checkpoint not in (None, torch.float32):
-        log.warning(
-            "the checkpoint asks for %s states; they are held in float32, which loses nothing", checkpoint
+    if asked == "auto":
+        return checkpoint if checkpoint in STATE_DTYPES.values() and checkpoint else torch.float32
+    if asked not in STATE_DTYPES:
+        raise ConfigError(
+            "mamba_ssm_cache_dtype", asked, "states can't be kept in this precision.", f"Use {_STATE_NAMES}."
         )
-    if asked in ("auto", "float32", "float"):
-        return torch.float32
-    raise ConfigError(
-        "mamba_ssm_cache_dtype", asked, "states in this precision are not offered yet.",
-        'Use "auto" or "float32".',
-    )  # fmt: skip
+    return STATE_DTYPES[asked]
 
 
 def _max_model_len(asked: int | None, hard_limit: int | None) -> int:

@@ -18,7 +18,7 @@ from recurra.cache.pool import StatePool
 from recurra.cache.spec import recurrent
 from recurra.config.engine import EngineConfig
 from recurra.engine.forward import make_forward
-from recurra.engine.loading import Parts, Progress, end_ids, load
+from recurra.engine.loading import Parts, Progress, end_ids, load, state_rounding
 from recurra.engine.metrics import Counters, EngineStats
 from recurra.engine.outputs import OutputBook
 from recurra.engine.prompts import make_request, spell_out
@@ -67,7 +67,8 @@ class LLMEngine:
         device = settled.device.torch_device
         self.limits = parts.limits
         self.slots = SlotAllocator(parts.num_slots)
-        pool = StatePool(recurrent(model.state_specs), parts.num_slots, device)
+        rounding = state_rounding(settled, config.seed)
+        pool = StatePool(recurrent(model.state_specs), parts.num_slots, device, rounding)
         forward = make_forward(
             model, pool.layers, parts.ops, settled.device.num_threads, config.enforce_eager
         )

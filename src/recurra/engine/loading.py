@@ -21,6 +21,7 @@ from recurra.engine.tokenizer import Tokenizer
 from recurra.errors import ConfigError
 from recurra.models import CausalLM, ModelConfig, load_model, read_config, skeleton
 from recurra.ops import Ops, build
+from recurra.rounding import NEAREST, Rounding, stochastic
 
 log = logging.getLogger("recurra")
 
@@ -107,6 +108,13 @@ def _fit(
     weights = {id(p): p.numel() * p.element_size() for p in bare.parameters()}
     free = free_state_bytes(settled.device, config.gpu_memory_utilization, sum(weights.values()))
     return settle_slots(config, settled.device, slot_bytes(recurrent(bare.state_specs)), free)
+
+
+def state_rounding(settled: Settled, seed: int) -> Rounding:
+    """How states are rounded; a run with the same seed and the same steps draws the same."""
+    if not settled.stochastic_rounding:
+        return NEAREST
+    return stochastic(seed, settled.device.torch_device, settled.philox_rounds)
 
 
 def load_tokenizer(config: EngineConfig, vocab_size: int) -> Tokenizer | None:

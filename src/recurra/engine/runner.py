@@ -67,6 +67,7 @@ class Runner:
         for sequence, snapshot in plan.restores:
             self.pool.restore(sequence.slot, snapshot)
         step = build(plan, self.model.chunk_size, self.device)
+        self.pool.rounding.advance()
         hidden = self.forward(step.forward)
         result = StepResult()
         self._find_broken(plan, step, hidden, result)

@@ -78,7 +78,10 @@ class MambaMixer(nn.Module):
         conv = self.conv1d
         u = self._ops.causal_conv1d_varlen(u, conv.weight, conv.bias, state.conv, *where, silu=True)
         dt, B, C = self._select(u)
-        y = self._ops.selective_scan_varlen(u, dt, self.A, B, C, self.D, z, self.dt_bias, state.ssm, *where)
+        y = self._ops.selective_scan_varlen(
+            u, dt, self.A, B, C, self.D, z, self.dt_bias, state.ssm, *where, state_scale=state.scale,
+            rounding=state.rounding,
+        )  # fmt: skip
         out: Tensor = self.out_proj(y)
         return out
 
@@ -88,7 +91,10 @@ class MambaMixer(nn.Module):
         slots, conv = batch.decode_slots, self.conv1d
         u = self._ops.causal_conv1d_update(u, conv.weight, conv.bias, state.conv, slots, silu=True)
         dt, B, C = self._select(u)
-        y = self._ops.selective_state_update(state.ssm, u, dt, self.A, B, C, self.D, z, self.dt_bias, slots)
+        y = self._ops.selective_state_update(
+            state.ssm, u, dt, self.A, B, C, self.D, z, self.dt_bias, slots, state_scale=state.scale,
+            rounding=state.rounding,
+        )  # fmt: skip
         out: Tensor = self.out_proj(y)
         return out
 

@@ -107,8 +107,9 @@ class MambaMixer2(nn.Module):
         xBC = self._ops.causal_conv1d_varlen(xBC, conv.weight, conv.bias, state.conv, *where, silu=True)
         xs, B, C = self._split(xBC)
         y = self._ops.mamba_chunk_scan_varlen(
-            xs, dt, self.A, B, C, self.D, self.dt_bias, state.ssm, *where, dt_limit=self.sizes.dt_limit
-        )
+            xs, dt, self.A, B, C, self.D, self.dt_bias, state.ssm, *where, dt_limit=self.sizes.dt_limit,
+            state_scale=state.scale, rounding=state.rounding,
+        )  # fmt: skip
         out: Tensor = self.out_proj(self.norm(y.flatten(1), z))
         return out
 
@@ -119,8 +120,9 @@ class MambaMixer2(nn.Module):
         xBC = self._ops.causal_conv1d_update(xBC, conv.weight, conv.bias, state.conv, slots, silu=True)
         xs, B, C = self._split(xBC)
         y = self._ops.selective_state_update(
-            state.ssm, xs, dt, self.A, B, C, self.D, None, self.dt_bias, slots, dt_limit=self.sizes.dt_limit
-        )
+            state.ssm, xs, dt, self.A, B, C, self.D, None, self.dt_bias, slots, dt_limit=self.sizes.dt_limit,
+            state_scale=state.scale, rounding=state.rounding,
+        )  # fmt: skip
         out: Tensor = self.out_proj(self.norm(y.flatten(1), z))
         return out
 

@@ -111,3 +111,19 @@ class QueueFullError(RequestError):
 
 class EngineDeadError(RecurraError, RuntimeError):
     """The engine process ended; requests in flight are lost and were told so."""
+
+
+class RefusedArgumentError(RecurraError, ValueError):
+    """An argument of an operator that can't be served as it was given.
+
+    Args:
+        function: the operator's name.
+        argument: the argument's.
+        problem: why it can't be served.
+        hint: what would work.
+    """
+
+    def __init__(self, function: str, argument: str, problem: str, hint: str = "") -> None:
+        self.function = function
+        self.argument = argument
+        super().__init__(f"{function}: {argument}: {problem}" + (f" {hint}" if hint else ""))

@@ -27,7 +27,7 @@ class AttentionSizes:
     """Numbers of one attention layer.
 
     Attributes:
-        hidden: width of the input and output.
+        hidden: width of the input and output; ``out``: of the output where it is another.
         num_heads, num_kv_heads: query heads, and the key and value heads that they share.
         head_dim: of each.
         scale: of the scores.
@@ -53,6 +53,7 @@ class AttentionSizes:
     window: int = 0
     softcap: float = 0.0
     gated: bool = False
+    out: int | None = None
 
     @property
     def q_rows(self) -> int:
@@ -70,15 +71,30 @@ class AttentionSizes:
 
 
 class Attention(nn.Module):
-    """Mixes tokens by attention (see :class:`recurra.layers.base.Mixer`); its state is pages of keys and values."""
+    """Mixes tokens by attention (see :class:`recurra.layers.base.Mixer`); its state is pages of keys and values.
 
-    def __init__(self, sizes: AttentionSizes, *, ops: Ops, dtypes: Dtypes, device: torch.device) -> None:
+    Args:
+        sizes: its numbers.
+        qkv, o_proj: projections shared with another layer; None: its own.
+    """
+
+    def __init__(
+        self,
+        sizes: AttentionSizes,
+        *,
+        qkv: Linear | None = None,
+        o_proj: Linear | None = None,
+        ops: Ops,
+        dtypes: Dtypes,
+        device: torch.device,
+    ) -> None:
         super().__init__()
         self.sizes, self._ops, self._dtypes = sizes, ops, dtypes
-        rows = sizes.q_rows + 2 * sizes.kv_rows
-        self.qkv = Linear(sizes.hidden, rows, bias=sizes.bias, ops=ops, dtypes=dtypes, device=device)
-        inner = sizes.num_heads * sizes.head_dim
-        self.o_proj = Linear(inner, sizes.hidden, bias=sizes.out_bias, ops=ops, dtypes=dtypes, device=device)
+        rows, inner = sizes.q_rows + 2 * sizes.kv_rows, sizes.num_heads * sizes.head_dim
+        self.qkv = qkv or Linear(sizes.hidden, rows, bias=sizes.bias, ops=ops, dtypes=dtypes, device=device)
+        self.o_proj = o_proj or Linear(
+            inner, sizes.out or sizes.hidden, bias=sizes.out_bias, ops=ops, dtypes=dtypes, device=device
+        )
         self.q_norm: RMSNorm | None = None
         self.k_norm: RMSNorm | None = None
         if sizes.norm_eps is not None:
@@ -114,12 +130,17 @@ class Attention(nn.Module):
         )  # fmt: skip
         return self._project(y, gate)
 
+    def project(self, x: Tensor) -> Tensor:
+        """Queries (with their gates), keys and values side by side, (T, all rows)."""
+        out: Tensor = self.qkv(x)
+        return out
+
     def _store(
         self, x: Tensor, positions: Tensor, kv_rows: Tensor, state: PagedKV
     ) -> tuple[Tensor, Tensor | None]:
         """Queries (T, heads, dim) and gates likewise; keys and values go to their pages."""
         s = self.sizes
-        q, k, v = torch.split(self.qkv(x), [s.q_rows, s.kv_rows, s.kv_rows], dim=-1)
+        q, k, v = torch.split(self.project(x), [s.q_rows, s.kv_rows, s.kv_rows], dim=-1)
         tokens, gate = x.shape[0], None
         q, k, v = (t.view(tokens, heads, -1) for t, heads in zip((q, k, v), s.heads, strict=True))
         if s.gated:

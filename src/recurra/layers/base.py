@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol, TypeVar
 
+import torch
 from torch import Tensor
 
 from recurra.cache.spec import AnySpec, LayerState
@@ -38,7 +39,5 @@ def mix(mixer: Mixer[Any], x: Tensor, batch: ForwardBatch, state: LayerState) ->
         return mixer.decode(x, batch, state)
     if batch.num_decode == 0:
         return mixer.prefill(x, batch, state)
-    out = x.new_empty(x.shape)
-    out[: batch.num_decode] = mixer.decode(x[: batch.num_decode], batch, state)
-    out[batch.num_decode :] = mixer.prefill(x[batch.num_decode :], batch, state)
-    return out
+    decoded = mixer.decode(x[: batch.num_decode], batch, state)
+    return torch.cat((decoded, mixer.prefill(x[batch.num_decode :], batch, state)))

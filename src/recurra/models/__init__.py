@@ -37,6 +37,8 @@ ARCHITECTURES = {
     "Mamba2ForCausalLM": "recurra.models.mamba2:MAMBA2",
     "BambaForCausalLM": "recurra.models.bamba:BAMBA",
     "FalconH1ForCausalLM": "recurra.models.falcon_h1:FALCON_H1",
+    "ZambaForCausalLM": "recurra.models.zamba:ZAMBA",
+    "Zamba2ForCausalLM": "recurra.models.zamba2:ZAMBA2",
 }
 
 #: For configurations that name no architecture.
@@ -46,6 +48,8 @@ MODEL_TYPES = {
     "mamba2": "Mamba2ForCausalLM",
     "bamba": "BambaForCausalLM",
     "falcon_h1": "FalconH1ForCausalLM",
+    "zamba": "ZambaForCausalLM",
+    "zamba2": "Zamba2ForCausalLM",
 }
 
 #: What ``load_format`` may be: safetensors, random weights, or pickles (``pytorch_model.bin``).

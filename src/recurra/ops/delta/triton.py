@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from recurra.ops.delta.triton_chunk import gated_delta_rule_varlen as _by_any_decay
+from recurra.ops.delta.triton_chunk import gated_delta_rule_varlen as _by_channel
 from recurra.ops.delta.triton_update import gated_delta_rule_update
 from recurra.ops.rounding import NEAREST, Rounding
 from recurra.types import Chunks
@@ -31,12 +31,12 @@ def gated_delta_rule_varlen(
 ) -> Tensor:
     """See :class:`recurra.ops.delta.GatedDeltaRuleVarlen`.
 
-    One decay a head is spread over the channels: on an H200 with Triton 3.6 the kernels' own form for it
-    failed its tests where the form by channel passed (docs/lab-notes/delta.md).
+    One decay a head is spread over the channels: a form of its own failed its tests on an H200 with
+    Triton 3.6 where the form by channel passed, and is gone (docs/lab-notes/delta.md).
     """
     if g.dim() == 2:
         g = g[:, :, None].expand(*g.shape, k.shape[2])
-    return _by_any_decay(
+    return _by_channel(
         q, k, v, g, beta, state, cu_seqlens, slots, has_state, chunks, scale=scale, qk_l2norm=qk_l2norm,
         state_scale=state_scale, rounding=rounding,
     )  # fmt: skip

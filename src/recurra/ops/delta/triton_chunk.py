@@ -159,7 +159,6 @@ def gated_delta_rule_varlen(
     num_chunks = chunks.seq.shape[0]
     if num_chunks == 0:
         return out
-    by_channel = g.dim() == 3
     tiles = _Tiles.choose(v.dtype, chunks.size, key, value)
     parts = triton.cdiv(chunks.size, tiles.tokens)
     pieces = num_chunks * parts * heads
@@ -176,15 +175,15 @@ def gated_delta_rule_varlen(
     with torch.cuda.device_of(v):
         prepare_kernel[(pieces,)](
             q, k, g, beta, sums, tails, entering_q, solved_k, leaving_k, totals, chunks.start, chunks.length,
-            float(scale), NORM_EPS, *rows, g.stride(0), g.stride(1), g.stride(2) if by_channel else 0,
+            float(scale), NORM_EPS, *rows, g.stride(0), g.stride(1), g.stride(2),
             beta.stride(0), beta.stride(1),
-            H=heads, K=key, HEADS_A_KEY=heads // key_heads, BY_CHANNEL=by_channel, NORM=qk_l2norm,
+            H=heads, K=key, HEADS_A_KEY=heads // key_heads, NORM=qk_l2norm,
             PARTS=parts, BT=tiles.tokens, BK=tiles.key, num_warps=4,
         )  # fmt: skip
         scores_kernel[(pieces * (tiles.tokens // BLOCK),)](
             q, k, beta, sums, tails, weights, system, chunks.start, chunks.length, float(scale), NORM_EPS,
             *rows, beta.stride(0), beta.stride(1),
-            H=heads, K=key, HEADS_A_KEY=heads // key_heads, BY_CHANNEL=by_channel, NORM=qk_l2norm,
+            H=heads, K=key, HEADS_A_KEY=heads // key_heads, NORM=qk_l2norm,
             PRECISION=tiles.precision, PARTS=parts, BT=tiles.tokens, BR=BLOCK, BK=tiles.key,
             num_warps=4, num_stages=1,
         )  # fmt: skip

@@ -5,7 +5,7 @@
    the block, by substitution. (A product of powers of M would need fewer steps, and overflows.)
 3. solve: exp(G) * beta * K and beta * V go through the system, block row by block row.
 
-With a decay for each channel, products are taken around the sum R before a block of rows,
+There is a decay for each channel. Products are taken around the sum R before a block of rows,
 ``exp(G_i - R) * exp(R - G_j)``, and inside a block as they stand: no exponent is ever positive.
 """
 
@@ -61,7 +61,6 @@ def prepare_kernel(
     H: tl.constexpr,
     K: tl.constexpr,
     HEADS_A_KEY: tl.constexpr,
-    BY_CHANNEL: tl.constexpr,
     NORM: tl.constexpr,
     PARTS: tl.constexpr,  # pieces of a chunk
     BT: tl.constexpr,
@@ -80,14 +79,9 @@ def prepare_kernel(
     t_ok, c_ok = t < size, c < K
     last = (t == size - 1)[:, None]
     gate = g + start * g_row + h * g_head
-    if BY_CHANNEL:
-        ok = t_ok[:, None] & c_ok[None, :]
-        log = tl.load(gate + (t[:, None] * g_row + c[None, :] * g_channel), mask=ok, other=0.0)
-        at = (start * H + h) * K + (t[:, None] * (H * K) + c[None, :])
-    else:
-        ok = t_ok[:, None]
-        log = tl.load(gate + t[:, None] * g_row, mask=ok, other=0.0)
-        at = start * H + h + t[:, None] * H
+    ok = t_ok[:, None] & c_ok[None, :]
+    log = tl.load(gate + (t[:, None] * g_row + c[None, :] * g_channel), mask=ok, other=0.0)
+    at = (start * H + h) * K + (t[:, None] * (H * K) + c[None, :])
     exact = tl.cumsum(log.to(tl.float64), axis=0)
     head = exact.to(tl.float32)
     tail = (exact - head.to(tl.float64)).to(tl.float32)
@@ -96,10 +90,7 @@ def prepare_kernel(
     whole = tl.sum(tl.where(last, head, 0.0), axis=0)
     whole_tail = tl.sum(tl.where(last, tail, 0.0), axis=0)
     total_at = totals + ((chunk * PARTS + part) * H + h) * K + c
-    if BY_CHANNEL:
-        tl.store(total_at, tl.exp(whole), mask=c_ok)
-    else:
-        tl.store(total_at, tl.exp(whole) + tl.zeros((BK,), tl.float32), mask=c_ok)
+    tl.store(total_at, tl.exp(whole), mask=c_ok)
     enter = tl.exp(head)
     leave = tl.exp(_difference(whole[None, :], whole_tail[None, :], head, tail))
 
@@ -137,7 +128,6 @@ def scores_kernel(
     H: tl.constexpr,
     K: tl.constexpr,
     HEADS_A_KEY: tl.constexpr,
-    BY_CHANNEL: tl.constexpr,
     NORM: tl.constexpr,
     PRECISION: tl.constexpr,
     PARTS: tl.constexpr,
@@ -168,64 +158,45 @@ def scores_kernel(
     strength = tl.load(beta + start * beta_row + h * beta_head + i * beta_row, mask=i_ok, other=0.0)
     key_beta = key * strength.to(tl.float32)[:, None]
     kind = q.dtype.element_ty
-    if BY_CHANNEL:
-        g_at = sums + (start * H + h) * K
-        e_at = tails + (start * H + h) * K
-        mine = i[:, None] * (H * K) + c[None, :]
-        own_ok = i_ok[:, None] & c_ok[None, :]
-        own = tl.load(g_at + mine, mask=own_ok, other=0.0)
-        own_tail = tl.load(e_at + mine, mask=own_ok, other=0.0)
-        before = (block * BR - 1) * (H * K) + c
-        some = c_ok & (block > 0)
-        pivot = tl.load(g_at + before, mask=some, other=0.0)
-        pivot_tail = tl.load(e_at + before, mask=some, other=0.0)
-        enter = tl.exp(_difference(own, own_tail, pivot[None, :], pivot_tail[None, :]))
-        left_q, left_k = (query * enter).to(kind), (key_beta * enter).to(kind)
-    else:
-        g_at = sums + start * H + h
-        e_at = tails + start * H + h
-        own = tl.load(g_at + i * H, mask=i_ok, other=0.0)
-        own_tail = tl.load(e_at + i * H, mask=i_ok, other=0.0)
-        left_q, left_k = query.to(kind), key_beta.to(kind)
+    g_at = sums + (start * H + h) * K
+    e_at = tails + (start * H + h) * K
+    mine = i[:, None] * (H * K) + c[None, :]
+    own_ok = i_ok[:, None] & c_ok[None, :]
+    own = tl.load(g_at + mine, mask=own_ok, other=0.0)
+    own_tail = tl.load(e_at + mine, mask=own_ok, other=0.0)
+    before = (block * BR - 1) * (H * K) + c
+    some = c_ok & (block > 0)
+    pivot = tl.load(g_at + before, mask=some, other=0.0)
+    pivot_tail = tl.load(e_at + before, mask=some, other=0.0)
+    enter = tl.exp(_difference(own, own_tail, pivot[None, :], pivot_tail[None, :]))
+    left_q, left_k = (query * enter).to(kind), (key_beta * enter).to(kind)
     out_at = (start * H + h) * BT + i[:, None] * (H * BT) + r[None, :]
 
     for b in range(block):
         j = b * BR + r
         other = _rows(k_at, k_row, j, j < size, c, c_ok, eps, NORM)
-        if BY_CHANNEL:
-            theirs = j[:, None] * (H * K) + c[None, :]
-            far = tl.load(g_at + theirs, mask=c_ok[None, :], other=0.0)
-            far_tail = tl.load(e_at + theirs, mask=c_ok[None, :], other=0.0)
-            other = other * tl.exp(_difference(pivot[None, :], pivot_tail[None, :], far, far_tail))
+        theirs = j[:, None] * (H * K) + c[None, :]
+        far = tl.load(g_at + theirs, mask=c_ok[None, :], other=0.0)
+        far_tail = tl.load(e_at + theirs, mask=c_ok[None, :], other=0.0)
+        other = other * tl.exp(_difference(pivot[None, :], pivot_tail[None, :], far, far_tail))
         right = tl.trans(other.to(kind))
         a = tl.dot(left_q, right, input_precision=PRECISION)
         m = tl.dot(left_k, right, input_precision=PRECISION)
-        if not BY_CHANNEL:
-            far = tl.load(g_at + j * H)
-            far_tail = tl.load(e_at + j * H)
-            decay = tl.exp(_difference(own[:, None], own_tail[:, None], far[None, :], far_tail[None, :]))
-            a, m = a * decay, m * decay
         tl.store(weights + out_at + b * BR, a.to(weights.dtype.element_ty), mask=i_ok[:, None])
         tl.store(system + out_at + b * BR, m, mask=i_ok[:, None])
 
     # The block on the diagonal.
-    if BY_CHANNEL:
-        a = tl.zeros((BR, BR), tl.float32)
-        m = tl.zeros((BR, BR), tl.float32)
-        for n in range(BR):
-            one = (r == n)[:, None]
-            column = (r == n)[None, :]
-            far = tl.sum(tl.where(one, own, 0.0), axis=0)[None, :]
-            far_tail = tl.sum(tl.where(one, own_tail, 0.0), axis=0)[None, :]
-            other = tl.sum(tl.where(one, key, 0.0), axis=0)[None, :]
-            share = other * tl.exp(_difference(own, own_tail, far, far_tail))
-            a = tl.where(column, tl.sum(query * share, axis=1)[:, None], a)
-            m = tl.where(column, tl.sum(key_beta * share, axis=1)[:, None], m)
-    else:
-        right = tl.trans(key.to(kind))
-        decay = tl.exp(_difference(own[:, None], own_tail[:, None], own[None, :], own_tail[None, :]))
-        a = tl.dot(left_q, right, input_precision=PRECISION) * decay
-        m = tl.dot(left_k, right, input_precision=PRECISION) * decay
+    a = tl.zeros((BR, BR), tl.float32)
+    m = tl.zeros((BR, BR), tl.float32)
+    for n in range(BR):
+        one = (r == n)[:, None]
+        column = (r == n)[None, :]
+        far = tl.sum(tl.where(one, own, 0.0), axis=0)[None, :]
+        far_tail = tl.sum(tl.where(one, own_tail, 0.0), axis=0)[None, :]
+        other = tl.sum(tl.where(one, key, 0.0), axis=0)[None, :]
+        share = other * tl.exp(_difference(own, own_tail, far, far_tail))
+        a = tl.where(column, tl.sum(query * share, axis=1)[:, None], a)
+        m = tl.where(column, tl.sum(key_beta * share, axis=1)[:, None], m)
     a = tl.where(r[:, None] >= r[None, :], a, 0.0)
     m = tl.where(r[:, None] > r[None, :], m, 0.0)
     inverse = (r[:, None] == r[None, :]).to(tl.float32)

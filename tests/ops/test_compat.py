@@ -22,7 +22,7 @@ TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 
 @pytest.fixture(
     params=[
-        pytest.param("cpu", id="cpu_interpreted"),  # the CPU's own backend, or Triton with TRITON_INTERPRET=1
+        "cpu",
         pytest.param("cuda", id="gpu", marks=pytest.mark.gpu),
     ]
 )

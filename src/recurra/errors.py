@@ -113,6 +113,10 @@ class EngineDeadError(RecurraError, RuntimeError):
     """The engine process ended; requests in flight are lost and were told so."""
 
 
+class StateError(RecurraError, ValueError):
+    """A saved state that can't be used: damaged, or of another model."""
+
+
 class RefusedArgumentError(RecurraError, ValueError):
     """An argument of an operator that can't be served as it was given.
 

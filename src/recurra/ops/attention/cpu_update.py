@@ -143,8 +143,8 @@ def _values(kind: int, v: int, v_bytes: int, p: int, count: int, y: int, keep: f
 
 @kernel
 def _exp_of(x: float) -> float:
-    sixteen: float = total(exp(splat(x)))
-    return sixteen / np.float32(LANES)
+    alike: float = total(exp(splat(x)))
+    return alike * (1.0 / LANES)
 
 
 @kernel

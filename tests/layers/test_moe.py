@@ -31,7 +31,7 @@ _LFM2 = {
 FAMILIES: dict[str, tuple[str, str, dict[str, Any], Routing]] = {
     "jamba": ("jamba", "Jamba", {"num_experts": E, "num_experts_per_tok": K}, Routing(K, "softmax")),
     "granite": (
-        "granitemoehybrid", "GraniteMoeHybrid", {"num_local_experts": E, "num_experts_per_tok": K},
+        "granitemoehybrid", "GraniteMoeHybrid", {"num_local_experts": E, "num_experts_per_tok": K, "mamba_n_heads": 2},
         Routing(K, "softmax_chosen"),
     ),
     "qwen3_next": (

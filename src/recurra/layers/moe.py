@@ -62,13 +62,18 @@ def route(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple
 
 
 def _allowed(scores: Tensor, routing: Routing) -> Tensor:
-    """The scores with those of groups that aren't kept at 0."""
+    """The scores with those of groups that aren't kept out of reach."""
     if routing.groups == 1:
         return scores
     grouped = scores.unflatten(-1, (routing.groups, -1))  # type: ignore[no-untyped-call]
-    best = grouped.topk(2, dim=-1).values.sum(-1).topk(routing.groups_kept, dim=-1).indices
+    best = (
+        grouped.topk(min(2, grouped.shape[-1]), dim=-1)
+        .values.sum(-1)
+        .topk(routing.groups_kept, dim=-1)
+        .indices
+    )
     kept = torch.zeros_like(grouped[..., 0], dtype=torch.bool).scatter(1, best, True)
-    return torch.where(kept[..., None], grouped, 0.0).flatten(1)
+    return torch.where(kept[..., None], grouped, -torch.inf).flatten(1)  # a bias may make scores negative
 
 
 @dataclass(frozen=True, slots=True)

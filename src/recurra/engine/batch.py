@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from recurra.engine.scheduler import Plan, PrefillChunk
+from recurra.engine.transfer import to_device
 from recurra.types import SCRATCH_PAGE, Chunks, ForwardBatch
 
 
@@ -27,7 +28,9 @@ class StepBatch:
     last_rows: Tensor
 
 
-def build(plan: Plan, chunk_size: int, device: torch.device, page_size: int = 0) -> StepBatch:
+def build(
+    plan: Plan, chunk_size: int, device: torch.device, page_size: int = 0, unread: Tensor | None = None
+) -> StepBatch:
     """Pack a plan: decode rows first, then the prompt pieces in order.
 
     Args:
@@ -35,12 +38,15 @@ def build(plan: Plan, chunk_size: int, device: torch.device, page_size: int = 0)
         chunk_size: Q, the kernel chunk: each piece is cut from its own first token of this step.
         device: where the tensors go.
         page_size: tokens of a page of keys and values; 0 in a model without attention.
+        unread: (num_decode,) int64, the decode rows' tokens where these are on the device and not on the host
+            yet: those of the step before, which isn't committed.
     """
     decode, prefill = plan.decode, plan.prefill
-    tokens = [s.token_ids[s.num_computed] for s in decode]
-    positions = [s.num_computed for s in decode]
+    ahead = int(unread is not None)
+    tokens = [0 if ahead else s.token_ids[s.num_computed] for s in decode]
+    positions = [s.num_computed + ahead for s in decode]
     slots = [s.slot for s in decode]
-    contexts = [s.num_computed + 1 for s in decode]
+    contexts = [position + 1 for position in positions]
     for chunk in prefill:
         tokens.extend(chunk.sequence.token_ids[chunk.start : chunk.end])
         positions.extend(range(chunk.start, chunk.end))
@@ -50,7 +56,7 @@ def build(plan: Plan, chunk_size: int, device: torch.device, page_size: int = 0)
     ends = np.cumsum(lengths, dtype=np.int32)
     last = [*range(len(decode)), *(ends + (len(decode) - 1)).tolist()]
     wanted = [row for row, piece in zip(last[len(decode) :], prefill, strict=True) if piece.is_last]
-    pages = _Pages.of(plan, page_size)
+    pages = _Pages.of(plan, page_size, positions)
     parts = _to_device(
         (tokens, positions, last, [*last[: len(decode)], *wanted], pages.rows),
         (slots, contexts, _bounds(ends), *_cut(lengths, chunk_size), pages.table.reshape(-1)),
@@ -58,7 +64,7 @@ def build(plan: Plan, chunk_size: int, device: torch.device, page_size: int = 0)
         device,
     )
     forward = ForwardBatch(
-        token_ids=parts[0], positions=parts[1], slots=parts[5], num_decode=len(decode),
+        token_ids=parts[0] if unread is None else unread, positions=parts[1], slots=parts[5], num_decode=len(decode),
         cu_seqlens=parts[7], has_state=parts[13], max_seqlen=max(lengths.tolist(), default=0),
         chunks=Chunks(chunk_size, parts[8], parts[9], parts[10], parts[11]), logit_rows=parts[3],
         page_table=parts[12].view(pages.table.shape), context_lens=parts[6], kv_rows=parts[4],
@@ -75,11 +81,11 @@ class _Pages:
     rows: NDArray[np.int64]
 
     @staticmethod
-    def of(plan: Plan, page_size: int) -> _Pages:
+    def of(plan: Plan, page_size: int, positions: Sequence[int]) -> _Pages:
         sequences = [*plan.decode, *(chunk.sequence for chunk in plan.prefill)]
         if page_size == 0:
             return _Pages(np.zeros((len(sequences), 0), np.int32), np.zeros(0, np.int64))
-        spans = [(s.num_computed, s.num_computed + 1) for s in plan.decode]
+        spans = [(at, at + 1) for at in positions[: len(plan.decode)]]
         spans += [(chunk.start, chunk.end) for chunk in plan.prefill]
         widths = [-(-end // page_size) for _, end in spans]
         table = np.full((len(sequences), max(widths)), SCRATCH_PAGE, np.int32)
@@ -130,7 +136,7 @@ def _to_device(
     columns = [np.fromiter(c, np.int64) if isinstance(c, range) else np.asarray(c, np.int64) for c in wide]
     columns += [np.asarray(c, np.int32) for c in narrow]
     columns.append(np.asarray(flags, np.bool_))
-    buffer = torch.from_numpy(np.concatenate([c.view(np.uint8) for c in columns])).to(device)
+    buffer = to_device(np.concatenate([c.view(np.uint8) for c in columns]), device)
     tensors, at = [], 0
     for column in columns:
         dtype = _DTYPES[column.dtype.char]

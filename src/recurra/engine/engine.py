@@ -18,17 +18,18 @@ from recurra.cache.pool import StatePool
 from recurra.cache.spec import recurrent
 from recurra.config.engine import EngineConfig
 from recurra.engine.forward import make_forward
+from recurra.engine.graphs import GraphLimits
 from recurra.engine.loading import Parts, Progress, end_ids, load, state_rounding
 from recurra.engine.metrics import Counters, EngineStats
 from recurra.engine.outputs import OutputBook
 from recurra.engine.prompts import make_request, spell_out
-from recurra.engine.runner import Runner
+from recurra.engine.runner import Launched, Runner
 from recurra.engine.sampler import Sampler
 from recurra.engine.scheduler import Plan, Scheduler
 from recurra.engine.warmup import warm_up
 from recurra.errors import RecurraError
 from recurra.sampling_params import SamplingParams
-from recurra.types import PromptInput, RequestOutput
+from recurra.types import PromptInput, RequestOutput, Status
 
 
 class LLMEngine:
@@ -70,8 +71,9 @@ class LLMEngine:
         rounding = state_rounding(settled, config.seed)
         pool = StatePool(recurrent(model.state_specs), parts.num_slots, device, rounding)
         forward = make_forward(
-            model, pool.layers, parts.ops, settled.device.num_threads, config.enforce_eager
-        )
+            model, pool.layers, parts.ops, settled.device.num_threads, config.enforce_eager,
+            GraphLimits(parts.limits.max_num_seqs, settled.max_model_len, 0, device),
+        )  # fmt: skip
         spell = None if parts.tokenizer is None else partial(spell_out, tokenizer=parts.tokenizer)
         texts = parts.tokenizer.token_to_string if parts.tokenizer is not None else _no_text
         sampler = Sampler(model.vocab_size, device, config.seed, end_ids(parts), spell, texts)
@@ -79,6 +81,8 @@ class LLMEngine:
         self.scheduler = Scheduler(self.limits, self.slots, self.runner.release)
         self._book = OutputBook(end_ids(parts), parts.tokenizer)
         self._counters = Counters()
+        self._pipelined = device.type != "cpu"  # which has nothing to do while the host works
+        self._ahead: Launched | None = None
         self._process = os.getpid()
 
     def add_request(
@@ -130,13 +134,33 @@ class LLMEngine:
             RecurraError: in a process that was forked after the engine was made.
         """
         self._refuse_forked_process()
-        plan = self.scheduler.schedule()
-        if plan:
-            self._note_start(plan)
-            result = self.runner.run(plan)
+        launched = self._take_launched() or self._launch()
+        if launched is not None:
+            self._note_start(launched.plan)
+            self._launch_ahead(launched)
+            result = self.runner.finish(launched)
             ended = self._book.update(result)
-            self.scheduler.commit(plan, result.tokens, ended, self.runner)
+            self.scheduler.commit(launched.plan, result.tokens, ended, self.runner)
         return self._book.drain()
+
+    def _launch(self) -> Launched | None:
+        plan = self.scheduler.schedule()
+        return self.runner.launch(plan) if plan else None
+
+    def _launch_ahead(self, launched: Launched) -> None:
+        """Queue the next step before this one is read, where it doesn't depend on what this one gives.
+
+        The device then goes on while the host reads, writes text and answers its callers.
+        """
+        plan = self.scheduler.ahead(launched.plan) if self._pipelined else None
+        self._ahead = None if plan is None else self.runner.launch_after(launched, plan)
+
+    def _take_launched(self) -> Launched | None:
+        """The step that was queued ahead, unless everybody in it has ended since."""
+        launched, self._ahead = self._ahead, None
+        if launched is None or all(s.status is Status.FINISHED for s in launched.plan.decode):
+            return None
+        return launched
 
     def _refuse_forked_process(self) -> None:
         """Operators' threads don't survive a fork; a step in the child would wait for them for ever."""

@@ -1,7 +1,8 @@
-"""Ways to run the model over a step's tokens. CUDA graphs will be one more."""
+"""Ways to run the model over a step's tokens."""
 
 from __future__ import annotations
 
+import logging
 from typing import Protocol
 
 import torch
@@ -9,10 +10,13 @@ from torch import Tensor
 
 from recurra.cache.spec import ConvSSM, LayerState
 from recurra.engine.batch import prefill_part
+from recurra.engine.graphs import Buffers, CudaRecorder, GraphForward, GraphLimits, graph_refusal
 from recurra.models import CausalLM
 from recurra.ops import Ops
 from recurra.ops.decode_stack import BlockState, DecodeStack
 from recurra.types import ForwardBatch
+
+log = logging.getLogger("recurra")
 
 
 class Forward(Protocol):
@@ -54,10 +58,19 @@ def make_forward(
     ops: Ops,
     num_threads: int,
     enforce_eager: bool,
+    limits: GraphLimits,
 ) -> Forward:
     """The fastest way that the device offers and the user allows."""
     eager = EagerForward(model, states)
-    weights = None if enforce_eager or ops.build_decode_stack is None else model.stack_weights()
+    if enforce_eager:
+        return eager
+    if limits.device.type == "cuda":
+        refusal = graph_refusal(ops, model.state_specs)
+        if refusal is None:
+            return GraphForward(eager, Buffers.make(limits), CudaRecorder(limits.device))
+        log.warning("decode steps run without CUDA graphs: %s", refusal)
+        return eager
+    weights = None if ops.build_decode_stack is None else model.stack_weights()
     if weights is None or ops.build_decode_stack is None:
         return eager
     blocks = tuple(BlockState(*s) for s in states if isinstance(s, ConvSSM))

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from recurra.engine import rows_cpu
+from recurra.engine.transfer import to_device
 from recurra.types import Logprob, PositionLogprobs
 
 #: Token id to its text; None where there is no tokenizer.
@@ -75,7 +76,7 @@ def choose(logits: Tensor, best: Tensor, filters: Filters, uniform: Tensor) -> T
         (R,) int64.
     """
     step = rows_at_once(logits.shape[1])
-    placed = uniform.to(logits.device)
+    placed = to_device(uniform.numpy(), logits.device)
     parts = [slice(start, start + step) for start in range(0, logits.shape[0], step)]
     return torch.cat([draw(_filtered(logits, best, filters, part), placed[part]) for part in parts])
 

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from recurra.cache.pool import StatePool
 from recurra.engine.batch import StepBatch, build
 from recurra.engine.forward import Forward
 from recurra.engine.prompt_scores import prompt_scores
-from recurra.engine.sampler import Sampler
-from recurra.engine.scheduler import Plan
+from recurra.engine.sampler import Drawn, Sampler
+from recurra.engine.scheduler import Plan, PrefillChunk
+from recurra.engine.transfer import Fetch, column
 from recurra.models import CausalLM
-from recurra.types import SCRATCH_SLOT, PositionLogprobs, Sequence
+from recurra.types import SCRATCH_SLOT, PositionLogprobs, Sequence, Status
 
 NOT_FINITE = (
     "the model's output is not finite (NaN or infinity) after {count} tokens; this answer ends here and its "
@@ -41,6 +46,26 @@ class StepResult:
     prompt_logprobs: dict[str, list[PositionLogprobs]] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """A step that is being computed.
+
+    Attributes:
+        plan: what it computes.
+        sequences: those that get a token.
+        drawn: their tokens, on the device; None where nobody gets one.
+        prompt_scores: of the pieces whose request asked.
+        fetched: on its way to the host: a sum of each sequence's newest hidden state, then ``drawn``'s tokens
+            and best logits.
+    """
+
+    plan: Plan
+    sequences: list[Sequence]
+    drawn: Drawn | None
+    prompt_scores: tuple[tuple[PrefillChunk, list[PositionLogprobs]], ...]
+    fetched: Fetch
+
+
 class Runner:
     """The model with its states on a device.
 
@@ -61,19 +86,49 @@ class Runner:
         self.sampler = sampler
         self.device = device
 
-    @torch.inference_mode()
     def run(self, plan: Plan) -> StepResult:
         """Compute a step. States of the plan's sequences advance; no others change."""
+        return self.finish(self.launch(plan))
+
+    @torch.inference_mode()
+    def launch(self, plan: Plan) -> Launched:
+        """Queue a step on the device and return without waiting for it."""
         for sequence, snapshot in plan.restores:
             self.pool.restore(sequence.slot, snapshot)
-        step = build(plan, self.model.chunk_size, self.device)
-        self.pool.rounding.advance()
-        hidden = self.forward(step.forward)
+        return self._launch(plan, build(plan, self.model.chunk_size, self.device), 0)
+
+    @torch.inference_mode()
+    def launch_after(self, launched: Launched, plan: Plan) -> Launched | None:
+        """Queue the step after one whose tokens nobody has read yet.
+
+        Args:
+            launched: the step before, decode rows only.
+            plan: the next one, of some of its rows in the same order.
+
+        Returns:
+            None: what some row asks for depends on the tokens.
+        """
+        if launched.drawn is None or not self.sampler.needs_no_tokens(list(plan.decode)):
+            return None
+        tokens = launched.drawn.tokens
+        if plan.decode != launched.plan.decode:
+            places = {sequence: row for row, sequence in enumerate(launched.plan.decode)}
+            kept = column([places[sequence] for sequence in plan.decode], torch.int64, self.device)
+            tokens = tokens.index_select(0, kept)
+        return self._launch(plan, build(plan, self.model.chunk_size, self.device, unread=tokens), 1)
+
+    @torch.inference_mode()
+    def finish(self, launched: Launched) -> StepResult:
+        """Wait for a step and read what it gave; nothing for sequences that ended since it was launched."""
+        checks, *chosen = launched.fetched.read()
         result = StepResult()
-        self._find_broken(plan, step, hidden, result)
-        self._score_prompts(plan, hidden, result)
-        self._choose(plan, step, hidden, result)
-        return result
+        self._find_broken(launched.plan, checks, result)
+        for chunk, scores in launched.prompt_scores:
+            if chunk.sequence not in result.failed:
+                result.prompt_logprobs[chunk.sequence.request.request_id] = scores
+        if launched.drawn is not None:
+            self._read_choices(launched, chosen[0].tolist(), chosen[1].tolist(), result)
+        return _of_the_living(result)
 
     def fork(self, source: Sequence, target: Sequence) -> None:
         """Copy the state of one sequence into the slot of another."""
@@ -90,15 +145,27 @@ class Runner:
         if sequence.slot != SCRATCH_SLOT:
             self.pool.reset(sequence.slot)
 
-    def _find_broken(self, plan: Plan, step: StepBatch, hidden: Tensor, result: StepResult) -> None:
+    def _launch(self, plan: Plan, step: StepBatch, ahead: int) -> Launched:
+        self.pool.rounding.advance()
+        hidden = self.forward(step.forward)
+        last = hidden if hidden.shape[0] == step.last_rows.shape[0] else hidden[step.last_rows]
+        checks = last.sum(-1, dtype=torch.float32)
+        scores = tuple(self._score_prompts(plan, hidden))
+        sequences, drawn = self._choose(plan, step, hidden, ahead)
+        if drawn is None:
+            return Launched(plan, sequences, None, scores, Fetch(checks))
+        return Launched(
+            plan, sequences, drawn, scores, Fetch(checks, drawn.tokens.to(torch.int32), drawn.best.float())
+        )
+
+    def _find_broken(self, plan: Plan, checks: NDArray[Any], result: StepResult) -> None:
         """Fail sequences whose newest hidden state isn't finite.
 
         A state that isn't finite makes the output of its layer so, and the residual stream carries
         that to the end: one sum a row finds it, after every step and every piece of a prompt.
         """
-        last = hidden if hidden.shape[0] == step.last_rows.shape[0] else hidden[step.last_rows]
-        fine = torch.isfinite(last.sum(-1, dtype=torch.float32)).tolist()
-        if all(fine):
+        fine = np.isfinite(checks)
+        if fine.all():
             return
         for sequence, good in zip(plan.decode, fine, strict=False):
             if not good:
@@ -107,18 +174,20 @@ class Runner:
             if not good:
                 result.failed |= dict.fromkeys(chunk.answers, NOT_FINITE.format(count=chunk.end))
 
-    def _score_prompts(self, plan: Plan, hidden: Tensor, result: StepResult) -> None:
+    def _score_prompts(
+        self, plan: Plan, hidden: Tensor
+    ) -> Iterator[tuple[PrefillChunk, list[PositionLogprobs]]]:
         at = len(plan.decode)
         for chunk in plan.prefill:
-            request = chunk.sequence.request
-            if request.params.prompt_logprobs is not None and chunk.sequence not in result.failed:
+            if chunk.sequence.request.params.prompt_logprobs is not None:
                 part = hidden[at : at + chunk.length]
-                scores = prompt_scores(chunk, part, self.model, self.sampler.texts)
-                result.prompt_logprobs[request.request_id] = scores
+                yield chunk, prompt_scores(chunk, part, self.model, self.sampler.texts)
             at += chunk.length
 
-    def _choose(self, plan: Plan, step: StepBatch, hidden: Tensor, result: StepResult) -> None:
-        """Give every decoding sequence, and every answer of a completed prompt, its next token."""
+    def _choose(
+        self, plan: Plan, step: StepBatch, hidden: Tensor, ahead: int
+    ) -> tuple[list[Sequence], Drawn | None]:
+        """Choose the next token of every decoding sequence, and of every answer of a completed prompt."""
         sequences, sources = list(plan.decode), list(range(len(plan.decode)))
         row = len(sequences)
         for chunk in plan.prefill:
@@ -127,19 +196,33 @@ class Runner:
                 sources.extend([row] * len(chunk.answers))
                 row += 1
         if not sequences:
-            return
+            return sequences, None
         rows = step.forward.logit_rows
         logits = self.model.logits(hidden if rows.shape[0] == hidden.shape[0] else hidden[rows])
         if row < len(sources):
-            logits = logits[torch.tensor(sources, device=logits.device)]
-        choices = self.sampler.sample(logits, sequences)
-        for i, sequence in enumerate(sequences):
+            logits = logits[column(sources, torch.int64, logits.device)]
+        return sequences, self.sampler.draw(logits, sequences, ahead)
+
+    def _read_choices(
+        self, launched: Launched, tokens: list[int], best: list[float], result: StepResult
+    ) -> None:
+        assert launched.drawn is not None
+        logprobs = self.sampler.scores(launched.drawn)
+        for i, sequence in enumerate(launched.sequences):
             if sequence in result.failed:
                 continue
-            if not math.isfinite(choices.best[i]):
-                problem = NO_TOKEN if choices.best[i] == -math.inf else NOT_FINITE
+            if not math.isfinite(best[i]):
+                problem = NO_TOKEN if best[i] == -math.inf else NOT_FINITE
                 result.failed[sequence] = problem.format(count=len(sequence.token_ids))
                 continue
-            result.tokens[sequence] = choices.tokens[i]
-            if i in choices.logprobs:
-                result.logprobs[sequence] = choices.logprobs[i]
+            result.tokens[sequence] = tokens[i]
+            if i in logprobs:
+                result.logprobs[sequence] = logprobs[i]
+
+
+def _of_the_living(result: StepResult) -> StepResult:
+    """The same without sequences that ended between launch and now."""
+    for found in (result.tokens, result.failed, result.logprobs):
+        for sequence in [s for s in found if s.status is Status.FINISHED]:
+            del found[sequence]
+    return result

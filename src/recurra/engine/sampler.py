@@ -14,6 +14,7 @@ from torch import Tensor
 from recurra.engine import rows
 from recurra.engine.sampling_rows import Asks, Penalties, RowSettings, SpellOut, make_asks, row_settings
 from recurra.engine.seeds import uniforms
+from recurra.engine.transfer import column, to_device
 from recurra.types import PositionLogprobs, Sequence
 
 
@@ -30,6 +31,23 @@ class Choices:
     tokens: list[int]
     best: list[float]
     logprobs: dict[int, PositionLogprobs]
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """What was chosen, on the device: perhaps still being computed.
+
+    Attributes:
+        tokens: (R,) int64.
+        best: (R,) float32, the largest logit of each row, after penalties and bans.
+        raw: log-probabilities (rows that asked, V), and their tokens; None where no row asked.
+        settings: of the rows.
+    """
+
+    tokens: Tensor
+    best: Tensor
+    raw: tuple[Tensor, Tensor] | None
+    settings: RowSettings
 
 
 class Sampler:
@@ -83,25 +101,51 @@ class Sampler:
         return len(self._asks)
 
     def sample(self, logits: Tensor, sequences: list[Sequence]) -> Choices:
-        """Choose a token for each row.
+        """Choose a token for each row, and wait for it.
 
         Args:
             logits: (R, V) float32, may be overwritten.
             sequences: R of them, each with all its tokens so far.
         """
+        drawn = self.draw(logits, sequences)
+        return Choices(drawn.tokens.tolist(), drawn.best.tolist(), self.scores(drawn))
+
+    def draw(self, logits: Tensor, sequences: list[Sequence], ahead: int = 0) -> Drawn:
+        """Choose a token for each row without waiting for the device.
+
+        Args:
+            logits: (R, V) float32, may be overwritten.
+            sequences: R of them.
+            ahead: tokens that each of them got on the device and that the host doesn't know yet. Only where
+                :meth:`needs_no_tokens` says so.
+        """
         asks, settings = self._settings(sequences)
         raw = torch.log_softmax(logits[settings.logprobs], -1) if settings.logprobs else None
         if settings.edits:
-            self._edit(logits, sequences, asks, settings)
+            self._edit(logits, sequences, asks, settings, ahead)
         tokens = rows.argmax(logits)
         best = logits.gather(1, tokens[:, None])[:, 0]
         if settings.random:
-            tokens = self._draw(logits, tokens, best, sequences, settings)
-        logprobs: dict[int, PositionLogprobs] = {}
-        if raw is not None:
-            found = rows.scores(raw, tokens[settings.logprobs], settings.logprob_counts, self.texts)
-            logprobs = dict(zip(settings.logprobs, found, strict=True))
-        return Choices(tokens.tolist(), best.tolist(), logprobs)
+            tokens = self._draw(logits, tokens, best, sequences, settings, ahead)
+        scored = None if raw is None else (raw, tokens[settings.logprobs])
+        return Drawn(tokens, best, scored, settings)
+
+    def scores(self, drawn: Drawn) -> dict[int, PositionLogprobs]:
+        """Log-probabilities by row, for the rows that asked; waits for the device where there are some."""
+        if drawn.raw is None:
+            return {}
+        settings = drawn.settings
+        found = rows.scores(*drawn.raw, settings.logprob_counts, self.texts)
+        return dict(zip(settings.logprobs, found, strict=True))
+
+    def needs_no_tokens(self, sequences: list[Sequence]) -> bool:
+        """Whether the next choice depends on how many tokens there are, but not on which.
+
+        Penalties and bad words look at the tokens; log-probabilities are fetched with every step.
+        """
+        asks, settings = self._settings(sequences)
+        worded = any(asks[i].bad_words for i in settings.restless)
+        return not (settings.penalised or settings.logprobs or worded)
 
     def _settings(self, sequences: list[Sequence]) -> tuple[list[Asks], RowSettings]:
         """This step's parameters: those of the last step if its rows are the same."""
@@ -114,17 +158,17 @@ class Sampler:
     # ---- changes to logits: bias, penalties, then bans ----
 
     def _edit(
-        self, logits: Tensor, sequences: list[Sequence], asks: list[Asks], settings: RowSettings
+        self, logits: Tensor, sequences: list[Sequence], asks: list[Asks], settings: RowSettings, ahead: int
     ) -> None:
         if settings.bias[0].numel():
             at_row, at_token, value = settings.bias
             logits.index_put_((at_row, at_token), value, accumulate=True)
         if settings.penalised:
             self._penalise(logits, sequences, asks, settings)
-        banned = [(i, token) for i in settings.restless for token in asks[i].barred(sequences[i])]
+        banned = [(i, token) for i in settings.restless for token in asks[i].barred(sequences[i], ahead)]
         if banned:
-            columns = torch.tensor(banned, device=self.device).unbind(1)
-            logits.index_put_(tuple(columns), logits.new_tensor(float("-inf")))
+            places = to_device(np.array(banned, np.int64).T.copy(), self.device)
+            logits.index_put_((places[0], places[1]), torch.full((), float("-inf"), device=self.device))
 
     def _penalise(
         self, logits: Tensor, sequences: list[Sequence], asks: list[Asks], settings: RowSettings
@@ -139,18 +183,24 @@ class Sampler:
         logits.index_put_(place, found)
 
     def _column(self, parts: list[NDArray[np.int64]] | list[NDArray[np.float32]]) -> Tensor:
-        return torch.from_numpy(np.concatenate(parts)).to(self.device)
+        return to_device(np.concatenate(parts), self.device)
 
     # ---- drawing ----
 
     def _draw(
-        self, logits: Tensor, greedy: Tensor, best: Tensor, sequences: list[Sequence], settings: RowSettings
+        self,
+        logits: Tensor,
+        greedy: Tensor,
+        best: Tensor,
+        sequences: list[Sequence],
+        settings: RowSettings,
+        ahead: int,
     ) -> Tensor:
         """Replace the greedy choice of the rows that are drawn."""
         drawn = [sequences[i] for i in settings.random]
-        places = np.array([len(s.token_ids) - s.num_prompt for s in drawn], np.uint64)
+        places = np.array([len(s.token_ids) - s.num_prompt + ahead for s in drawn], np.uint64)
         uniform = torch.from_numpy(uniforms(settings.seeds, places))
         if len(drawn) == len(sequences):
             return self._choose(logits, best, settings.filters, uniform)
-        at = torch.tensor(settings.random, device=self.device)
+        at = column(settings.random, torch.int64, self.device)
         return greedy.index_copy(0, at, self._choose(logits[at], best[at], settings.filters, uniform))

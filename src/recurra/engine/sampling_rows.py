@@ -15,6 +15,7 @@ from torch import Tensor
 
 from recurra.engine.rows import Filters
 from recurra.engine.seeds import answer_seed
+from recurra.engine.transfer import column
 from recurra.sampling_params import SamplingParams
 from recurra.types import Sequence
 
@@ -78,10 +79,10 @@ class Asks:
             self.counted += 1
         return self.seen
 
-    def barred(self, sequence: Sequence) -> list[int]:
-        """Tokens that may not come next."""
+    def barred(self, sequence: Sequence, ahead: int = 0) -> list[int]:
+        """Tokens that may not come next, or next but ``ahead`` (then bad words are none)."""
         length = len(sequence.token_ids)
-        early = length - sequence.num_prompt < sequence.request.params.min_tokens
+        early = length + ahead - sequence.num_prompt < sequence.request.params.min_tokens
         banned = list(self.ends) if early else []
         for word in self.bad_words:
             head = len(word) - 1
@@ -153,8 +154,8 @@ def row_settings(
     drawn = [params[i] for i in random]
     bias = [(i, t, v) for i, p in enumerate(params) for t, v in p.logit_bias.items()]
 
-    def column(values: list[float] | list[int], dtype: torch.dtype) -> Tensor:
-        return torch.tensor(values, dtype=dtype, device=device)
+    def placed(values: list[float] | list[int], dtype: torch.dtype) -> Tensor:
+        return column(values, dtype, device)
 
     wanting = [(i, p.logprobs) for i, p in enumerate(params) if p.logprobs is not None]
     with np.errstate(divide="ignore"):
@@ -162,12 +163,12 @@ def row_settings(
     return RowSettings(
         random=random,
         filters=Filters(
-            temperature=column([p.temperature for p in drawn], torch.float32),
-            top_k=column(
+            temperature=placed([p.temperature for p in drawn], torch.float32),
+            top_k=placed(
                 [min(p.top_k, vocab_size) if p.top_k > 0 else vocab_size for p in drawn], torch.int64
             ),
-            top_p=column([p.top_p for p in drawn], torch.float64),
-            log_min_p=column(log_min_p.tolist(), torch.float32),
+            top_p=placed([p.top_p for p in drawn], torch.float64),
+            log_min_p=placed(log_min_p.tolist(), torch.float32),
             any_cut=any(p.top_p < 1.0 or p.top_k > 0 for p in drawn),
             any_floor=any(p.min_p > 0.0 for p in drawn),
         ),
@@ -177,9 +178,9 @@ def row_settings(
             i for i, (p, a) in enumerate(zip(params, asks, strict=True)) if p.min_tokens or a.bad_words
         ],
         bias=(
-            column([b[0] for b in bias], torch.int64),
-            column([b[1] for b in bias], torch.int64),
-            column([b[2] for b in bias], torch.float32),
+            placed([b[0] for b in bias], torch.int64),
+            placed([b[1] for b in bias], torch.int64),
+            placed([b[2] for b in bias], torch.float32),
         ),
         logprobs=[i for i, _ in wanting],
         logprob_counts=[count for _, count in wanting],

@@ -216,6 +216,23 @@ class Scheduler:
                 budget -= 1
         return Plan(tuple(restores), tuple(decode), tuple(chunks))
 
+    def ahead(self, plan: Plan) -> Plan | None:
+        """The step after one that isn't committed yet; None where its tokens decide what that is.
+
+        It can be told while nobody but the plan's decode rows runs or could start. Rows that end with the step
+        for another reason than their length are computed once too often, and their tokens thrown away.
+
+        Args:
+            plan: what :meth:`schedule` or this method returned last.
+        """
+        rows = [s for s in plan.decode if s.status is Status.RUNNING]
+        if plan.prefill or self._prefilling or len(rows) != len(self._decoding) or self._can_admit():
+            return None
+        going_on = tuple(
+            s for s in rows if len(s.token_ids) + 1 - s.num_prompt < (s.request.params.max_tokens or 0)
+        )
+        return Plan((), going_on, ()) if going_on else None
+
     def commit(
         self,
         plan: Plan,

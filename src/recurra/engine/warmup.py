@@ -6,6 +6,7 @@ import logging
 import time
 from typing import TYPE_CHECKING
 
+from recurra.engine.graphs import GraphForward
 from recurra.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ def warm_up(engine: LLMEngine, progress: Progress | None = None) -> None:
     """
     assert not engine.has_unfinished_requests(), "the engine is warmed up before it serves"
     start = time.perf_counter()
+    _record_graphs(engine, progress)
     stages = _stages(engine)
     for done, (name, requests) in enumerate(stages):
         if progress is not None:
@@ -37,6 +39,18 @@ def warm_up(engine: LLMEngine, progress: Progress | None = None) -> None:
     if progress is not None:
         progress("warm-up", len(stages), len(stages))
     log.info("warm-up took %.1f s", time.perf_counter() - start)
+
+
+def _record_graphs(engine: LLMEngine, progress: Progress | None) -> None:
+    """Record the decode steps of every batch size, where this device has graphs."""
+    forward = engine.runner.forward
+    if not isinstance(forward, GraphForward):
+        return
+    sizes = forward.missing
+    for done, size in enumerate(sizes):
+        if progress is not None:
+            progress(f"warm-up: decode steps of {size} sequences", done, len(sizes))
+        forward.record(size)
 
 
 def _stages(engine: LLMEngine) -> list[tuple[str, list[tuple[int, SamplingParams]]]]:

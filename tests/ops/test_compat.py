@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from recurra.errors import RefusedArgumentError
-from recurra.ops.compat import causal_conv1d, mamba_ssm, vllm
+from recurra.ops.compat import causal_conv1d, fla, mamba_ssm, vllm
 
 #: Relative error that a dtype is allowed, of the largest number.
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
@@ -542,6 +542,84 @@ def test_vllm_chunk_scan(device: torch.device, initial: bool) -> None:
         begin += length
 
 
+# --- fla -----------------------------------------------------------------------------------------
+
+
+def delta_exact(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    """q, k, v (length, H, .), g (length, H) or (length, H, K), state (H, K, V); q and k brought to length 1."""
+    q, k = (t / torch.sqrt(t.square().sum(-1, keepdim=True) + 1e-6) for t in (q, k))
+    out = []
+    for t in range(q.shape[0]):
+        decay = g[t].exp()
+        state = state * (decay[:, :, None] if decay.dim() == 2 else decay[:, None, None])
+        u = beta[t][:, None] * (v[t] - torch.einsum("hk,hkv->hv", k[t], state))
+        state = state + k[t][:, :, None] * u[:, None]
+        out.append(scale * torch.einsum("hk,hkv->hv", q[t], state))
+    return torch.stack(out), state
+
+
+@pytest.mark.parametrize("by_channel", [False, True])
+@pytest.mark.parametrize("packed", [False, True])
+def test_gated_delta_rule(device: torch.device, packed: bool, by_channel: bool) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        lengths, rows = ((70, 1, 9), 1) if packed else ((80, 80), 2)
+        q, k = (rand(rows, 80, 2, 16, dtype=dtype, device=device) for _ in range(2))
+        v = rand(rows, 80, 4, 8, dtype=dtype, device=device)
+        g = -torch.rand(rows, 80, 4, *([16] if by_channel else [])).to(device) * 0.3
+        beta = torch.rand(rows, 80, 4).to(device, dtype)
+        start = rand(len(lengths), 4, 16, 8, device=device)
+        cu = torch.tensor([0, 70, 71, 80], device=device) if packed else None
+        y, final = fla.chunk_gated_delta_rule(
+            q,
+            k,
+            v,
+            g,
+            beta,
+            None,
+            start,
+            output_final_state=True,
+            use_qk_l2norm_in_kernel=True,
+            cu_seqlens=cu,
+        )
+        assert final is not None
+        flat = [t.double().cpu().flatten(0, 1) for t in (q, k, v, g, beta)]
+        flat[:2] = (t.repeat_interleave(2, 1) for t in flat[:2])
+        begin = 0
+        for s, length in enumerate(lengths):
+            part = (t[begin : begin + length] for t in flat)
+            exact, last = delta_exact(*part, start[s].double().cpu(), 0.25)
+            close(y.flatten(0, 1)[begin : begin + length], exact, dtype)
+            close(final[s], last, dtype, "state")
+            begin += length
+
+
+def test_gated_delta_rule_step_by_step(device: torch.device) -> None:
+    q, k, v = (
+        rand(2, 5, 2, 16, device=device),
+        rand(2, 5, 2, 16, device=device),
+        rand(2, 5, 4, 8, device=device),
+    )
+    g, beta = -torch.rand(2, 5, 4).to(device), torch.rand(2, 5, 4).to(device)
+    y, final = fla.fused_recurrent_gated_delta_rule(q, k, v, g, beta=beta, output_final_state=True)
+    state, steps = None, []
+    for t in range(5):
+        now = slice(t, t + 1)
+        o, state = fla.fused_recurrent_gated_delta_rule(
+            q[:, now],
+            k[:, now],
+            v[:, now],
+            g[:, now],
+            beta=beta[:, now],
+            initial_state=state,
+            output_final_state=True,
+        )
+        steps.append(o)
+    torch.testing.assert_close(torch.cat(steps, 1), y, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(state, final, rtol=1e-3, atol=1e-3)
+
+
 # --- norms ---------------------------------------------------------------------------------------
 
 
@@ -603,6 +681,8 @@ def test_refusals_name_the_argument() -> None:
         "num_computed_tokens: vLLM": lambda: vllm.causal_conv1d_fn(
             x[0], weight, None, rand(1, 4, 3), torch.tensor([0, 6]), num_computed_tokens=torch.zeros(1)
         ),
+        "head_first": lambda: fla.chunk_gated_delta_rule(*[x[:, None]] * 5, head_first=True),
+        "fused_recurrent_gated_delta_rule: gv": lambda: fla.fused_recurrent_gated_delta_rule(*[x[:, None]] * 3, gv=x),
         "num_accepted_tokens": lambda: mamba_ssm.selective_state_update(
             rand(1, 4, 3), rand(1, 4), rand(1, 4), -torch.rand(4, 3), rand(1, 3), rand(1, 3),
             state_batch_indices=torch.zeros(1, dtype=torch.int32), num_accepted_tokens=torch.ones(1),

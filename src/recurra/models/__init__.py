@@ -35,8 +35,14 @@ ARCHITECTURES = {
     "MambaForCausalLM": "recurra.models.mamba:MAMBA",
     "FalconMambaForCausalLM": "recurra.models.mamba:FALCON_MAMBA",
     "Mamba2ForCausalLM": "recurra.models.mamba2:MAMBA2",
+    "Lfm2ForCausalLM": "recurra.models.lfm2:LFM2",
+    "Lfm2MoeForCausalLM": "recurra.models.lfm2:LFM2_MOE",
     "BambaForCausalLM": "recurra.models.bamba:BAMBA",
     "FalconH1ForCausalLM": "recurra.models.falcon_h1:FALCON_H1",
+    "GraniteMoeHybridForCausalLM": "recurra.models.granite_moe_hybrid:GRANITE_MOE_HYBRID",
+    "JambaForCausalLM": "recurra.models.jamba:JAMBA",
+    "NemotronHForCausalLM": "recurra.models.nemotron_h:NEMOTRON_H",
+    "NemotronHPuzzleForCausalLM": "recurra.models.nemotron_h:NEMOTRON_H",
     "ZambaForCausalLM": "recurra.models.zamba:ZAMBA",
     "Zamba2ForCausalLM": "recurra.models.zamba2:ZAMBA2",
 }
@@ -46,8 +52,14 @@ MODEL_TYPES = {
     "mamba": "MambaForCausalLM",
     "falcon_mamba": "FalconMambaForCausalLM",
     "mamba2": "Mamba2ForCausalLM",
+    "lfm2": "Lfm2ForCausalLM",
+    "lfm2_moe": "Lfm2MoeForCausalLM",
     "bamba": "BambaForCausalLM",
     "falcon_h1": "FalconH1ForCausalLM",
+    "granitemoehybrid": "GraniteMoeHybridForCausalLM",
+    "jamba": "JambaForCausalLM",
+    "nemotron_h": "NemotronHForCausalLM",
+    "nemotron_h_puzzle": "NemotronHPuzzleForCausalLM",
     "zamba": "ZambaForCausalLM",
     "zamba2": "Zamba2ForCausalLM",
 }
@@ -71,6 +83,7 @@ def read_config(path: Path) -> ModelConfig:
         raise CheckpointError(f"{fields.file}: {architecture} doesn't come in the {layout.value} layout.")
     if family.section is not None:
         fields = fields.inside(family.section)
+    fields = fields if family.adapt is None else family.adapt(fields)
     refused = NAMES[layout].unsupported.items()
     fields.only({key: values for key, values in refused if key not in family.handles})
     return model_config(

@@ -34,6 +34,7 @@ class Request:
     prompt: str | None = None
     priority: int = 0  # lower goes first; ties go by arrival
     arrival_time: float = field(default_factory=time.monotonic)
+    cache_salt: str | None = None  # kept states are shared among requests of the same salt only
 
     def __post_init__(self) -> None:
         assert self.prompt_token_ids, "an empty prompt is refused before a Request exists"

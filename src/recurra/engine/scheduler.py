@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 from recurra.cache.alloc import SlotAllocator
 from recurra.config.scheduler import SchedulerLimits
+from recurra.engine.reuse import NoReuse
 from recurra.errors import QueueFullError, RequestError
 from recurra.types import SCRATCH_SLOT, Request, Sequence, Status
 
@@ -33,6 +34,22 @@ class States(Protocol):
 
     def save(self, sequence: Sequence) -> Snapshot:
         """Copy a state out, where it takes no slot."""
+
+
+class Reuse(Protocol):
+    """Where prompts begin, and where their pieces end: see :mod:`recurra.engine.reuse`."""
+
+    def admit(self, sequence: Sequence) -> Snapshot | None:
+        """A state to begin from; ``sequence.num_computed`` is set to what it has seen."""
+
+    def next_stop(self, sequence: Sequence) -> int:
+        """Where the next piece must end at the latest."""
+
+    def computed(self, sequence: Sequence) -> None:
+        """A piece of the prompt is computed and its state in the slot."""
+
+    def finish(self, sequence: Sequence) -> None:
+        """The answer is complete, and its state still in the slot."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +113,13 @@ class _Live:
     sequences: tuple[Sequence, ...]
 
 
+def _is_decode(sequence: Sequence) -> bool:
+    """Whether a started prompt's last token can be computed like a token of its answer, which costs less."""
+    params = sequence.request.params
+    alone = params.n == 1 and params.prompt_logprobs is None
+    return alone and 0 < sequence.num_computed == sequence.num_prompt - 1
+
+
 def _nothing(sequence: Sequence) -> None:
     """Called at a sequence's end where nobody asked to know."""
 
@@ -107,6 +131,7 @@ class Scheduler:
         limits: sequences and tokens of a step, and the queue's length.
         slots: who holds what.
         on_finish: called with each sequence that ends, for whatever reason, while it still has its slot.
+        reuse: begins prompts from kept states; None: all are computed whole.
     """
 
     def __init__(
@@ -114,8 +139,10 @@ class Scheduler:
         limits: SchedulerLimits,
         slots: SlotAllocator,
         on_finish: Callable[[Sequence], None] = _nothing,
+        reuse: Reuse | None = None,
     ) -> None:
         self.limits = limits
+        self._reuse: Reuse = reuse or NoReuse()
         self.slots = slots
         self._on_finish = on_finish
         self._live: dict[str, _Live] = {}
@@ -197,6 +224,9 @@ class Scheduler:
         sequences take turns.
         """
         budget = self.limits.max_num_batched_tokens
+        for sequence in [s for s in self._prefilling if _is_decode(s)]:
+            del self._prefilling[sequence]
+            self._decoding[sequence] = None
         reserve = max(1, budget // 4) if self._prefilling or self._can_admit() else 0
         decode = self._take_turns(budget - reserve)
         budget -= len(decode)
@@ -208,10 +238,14 @@ class Scheduler:
         restores = []
         while budget > 0 and self._can_admit():
             entry = self._admit()
-            if entry.snapshot is None:
+            kept = self._reuse.admit(entry.sequence) if entry.snapshot is None else entry.snapshot
+            if kept is not None:
+                restores.append((entry.sequence, kept))
+            if entry.sequence in self._prefilling and not _is_decode(entry.sequence):
                 budget -= self._append_chunk(chunks, entry.sequence, budget)
             else:
-                restores.append((entry.sequence, entry.snapshot))
+                self._prefilling.pop(entry.sequence, None)
+                self._decoding[entry.sequence] = None
                 decode.append(entry.sequence)
                 budget -= 1
         return Plan(tuple(restores), tuple(decode), tuple(chunks))
@@ -251,17 +285,21 @@ class Scheduler:
         for sequence in plan.decode:
             if sequence.status is Status.RUNNING:
                 sequence.num_computed += 1
+        ended = set(finished)
         for chunk in plan.prefill:
             if chunk.sequence.status is Status.RUNNING:
                 self._advance(chunk)
+                if chunk.sequence not in ended:
+                    self._reuse.computed(chunk.sequence)
         for sequence, token in tokens.items():
             if sequence.status is not Status.FINISHED:
                 sequence.token_ids.append(token)
-        ended = set(finished)
         for chunk in plan.prefill:
             if chunk.is_last:  # before anybody ends: the first answer's state may be about to go
                 self._spread(chunk, [a for a in chunk.answers[1:] if a not in ended], states)
         for sequence in finished:
+            if sequence.status is Status.RUNNING:
+                self._reuse.finish(sequence)
             if sequence.status is not Status.FINISHED:
                 self._finish(sequence)
         self.check(plan)
@@ -291,7 +329,7 @@ class Scheduler:
 
     def _append_chunk(self, chunks: list[PrefillChunk], sequence: Sequence, budget: int) -> int:
         start = sequence.num_computed
-        length = min(budget, sequence.num_prompt - start)
+        length = min(budget, self._reuse.next_stop(sequence) - start)
         answers = self._live[sequence.request.request_id].sequences
         chunks.append(PrefillChunk(sequence, start, length, answers))
         return length

@@ -24,6 +24,8 @@ from recurra.ops.conv1d import reference as conv_reference
 from recurra.ops.conv1d import triton as conv
 from recurra.ops.norm import reference as norm_reference
 from recurra.ops.norm import triton as norm
+from recurra.ops.rounding import NEAREST, SCALE_DTYPE, SCALED, stochastic
+from recurra.ops.rounding import reference as rounding_reference
 from recurra.ops.ssm import reference, triton_scan, triton_ssd, triton_update
 from recurra.types import Chunks
 
@@ -95,6 +97,60 @@ def cut(lengths: list[int], size: int) -> tuple[Tensor, Chunks]:
 
 def randn(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     return torch.randn(*shape, device=GPU, dtype=torch.float32).to(dtype)
+
+
+def format_rows() -> Iterator[dict[str, Any]]:
+    """Selective state update, Mamba-2, at every state format, to nearest and by chance."""
+    A, bias, D = -torch.rand(H, device=GPU) - 0.02, torch.rand(H, device=GPU) - 4, torch.randn(H, device=GPU)
+    formats = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int8)
+    cases = [(f, NEAREST) for f in formats] + [(f, stochastic(1, GPU)) for f in formats[1:]]
+    cases += [(torch.float16, stochastic(1, GPU, rounds)) for rounds in (4, 5, 10)]
+    for S in (1, 32, 512):
+        slots = torch.randperm(S, device=GPU).int() + 1
+        x, z, dt, B, C = randn(S, H, P), randn(S, H, P), randn(S, H), randn(S, G, N), randn(S, G, N)
+        few = min(S, 4)
+        near = torch.arange(few, device=GPU, dtype=torch.int32)
+        for kept, rounding in cases:
+            pool = torch.zeros(S + 1, H, P, N, device=GPU).to(kept)
+            scale = torch.zeros(S + 1, H, P, device=GPU, dtype=SCALE_DTYPE)
+            for at in range(0, S, 64):
+                part = slots[at : at + 64]
+                rounding_reference.store(
+                    pool, scale, part, randn(len(part), H, P, N, dtype=torch.float32), NEAREST
+                )
+            start = rounding_reference.load(
+                pool, scale if kept in SCALED else None, slots[:few], torch.float64
+            )
+            wide = [t[:few].double() for t in (x, dt, B, C, z)]
+            exact = reference.selective_state_update(
+                start,
+                wide[0],
+                wide[1],
+                A.double(),
+                wide[2],
+                wide[3],
+                D.double(),
+                wide[4],
+                bias.double(),
+                near,
+            )
+
+            def call(
+                pool=pool, scale=scale, rounding=rounding, x=x, dt=dt, B=B, C=C, z=z, slots=slots
+            ) -> Tensor:  # type: ignore[no-untyped-def]
+                return triton_update.selective_state_update(
+                    pool, x, dt, A, B, C, D, z, bias, slots, state_scale=scale, rounding=rounding
+                )
+
+            wrong = error(call()[:few], exact)
+            bits = kept.itemsize * N + (SCALE_DTYPE.itemsize if kept in SCALED else 0)
+            how = f", {rounding.rounds} rounds" if rounding.stochastic else ""
+            yield {
+                "work": "selective_state_update by format", "shape": f"S={S} H={H} P={P} N={N} G={G}",
+                "dtype": f"bf16, state {str(kept)[6:]} {rounding.mode}{how}", "us": median_us(call),
+                "bytes": S * (2 * H * P * bits + 2 * (3 * H * P + H + 2 * G * N)), "ops": S * H * P * N * 5,
+                "error": wrong,
+            }  # fmt: skip
 
 
 def update_rows() -> Iterator[dict[str, Any]]:
@@ -284,6 +340,7 @@ def main() -> None:
     )
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--commit", required=True)
+    parser.add_argument("--only", default="", help="kinds of rows: update, format, scan, other; all if empty")
     options = parser.parse_args()
     torch.manual_seed(0)
     copy = copy_rate()
@@ -291,7 +348,9 @@ def main() -> None:
     product = 2 * 8192**3 / eager_us(lambda: left @ right) / 1e6
     print(f"copy {copy:.2f} TB/s, bf16 product {product:.0f} TFLOP/s")
     rows = []
-    for row in (r for make in (update_rows, scan_rows, other_rows) for r in make()):
+    makers = {"update": update_rows, "format": format_rows, "scan": scan_rows, "other": other_rows}
+    wanted = options.only.split(",") if options.only else list(makers)
+    for row in (r for name in wanted for r in makers[name]()):
         bound = max(row["bytes"] / copy, row["ops"] / product if "chunk" in row["work"] else 0) / 1e6
         row |= {"impl": "recurra triton", "fraction_of_ceiling": bound / row["us"]}
         limit = 1e-2

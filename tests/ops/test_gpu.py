@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -22,6 +23,8 @@ from inputs import (
 from plain import ssd_matrix_form
 
 from recurra.ops.conv1d import reference as conv_reference
+from recurra.ops.rounding import NEAREST, Rounding, stochastic
+from recurra.ops.rounding.reference import store
 from recurra.ops.ssm import reference
 
 pytestmark = pytest.mark.gpu
@@ -208,6 +211,76 @@ def test_updates_at_a_real_shape(act: torch.dtype, state_dtype: torch.dtype) -> 
         exact = run_update(reference.selective_state_update, case.rounded(precision), EXACT, GPU)
         check(got[0], plain[0], exact[0], "output")
         check(got[1], plain[1], exact[1], "state")
+
+
+NARROW = [
+    Precision(torch.bfloat16, dtype, by_chance=by_chance)
+    for dtype in (torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int8)
+    for by_chance in (False, True)
+]
+
+
+@pytest.mark.parametrize("precision", NARROW, ids=str)
+def test_narrow_states_at_real_shapes(precision: Precision) -> None:
+    op = TRITON.op("selective_state_update")
+    for case in (
+        SSDCase.draw(9, 9, 128, 64, 8, 128),
+        SSDCase.draw(3, 3, 80, 64, 1, 128),
+        ScanCase.draw(9, 9, 8192, 16),
+    ):
+        got = run_update(op, case, precision, GPU, padding=3)
+        plain = run_update(reference.selective_state_update, case, precision, GPU)
+        exact = run_update(reference.selective_state_update, case.rounded(precision), EXACT, GPU)
+        check(got[0], plain[0], exact[0], "output")
+        check(got[1], plain[1], exact[1], "state")
+    case, precision = SSDCase.draw(300, 3, 16, 64, 2, 128), replace(precision, act=torch.float32)
+    lengths, states = (200, 1, 99), (True, False, True)
+    got = run_scan(TRITON.op("mamba_chunk_scan_varlen"), case, precision, lengths, states, GPU, chunk=64)
+    plain = run_scan(reference.mamba_chunk_scan_varlen, case, precision, lengths, states, GPU)
+    exact = run_scan(reference.mamba_chunk_scan_varlen, case.rounded(precision), EXACT, lengths, states, GPU)
+    check(got[1], plain[1], exact[1], "state after a prompt")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int8], ids=str)
+def test_each_graph_replay_draws_afresh(dtype: torch.dtype) -> None:
+    """Seed and step are read from device memory: a replay after ``advance`` is the eager call of that step."""
+    case = SSDCase.draw(4, 4, 8, 64, 1, 128).to(Precision(torch.bfloat16, torch.float32), GPU)
+    slots = torch.tensor([4, 0, 2, 1], dtype=torch.int32, device=GPU)
+    start, scale = (
+        torch.zeros(5, 8, 64, 128, device=GPU).to(dtype),
+        torch.zeros(5, 8, 64, device=GPU).bfloat16(),
+    )
+    store(start, scale, slots, case.state, NEAREST)
+    op = TRITON.op("selective_state_update")
+
+    def step(state: torch.Tensor, scales: torch.Tensor, rounding: Rounding) -> torch.Tensor:
+        return op(
+            state, case.x, case.dt, case.A, case.B, case.C, case.D, case.z, case.dt_bias, slots,
+            state_scale=scales, rounding=rounding,
+        )  # fmt: skip
+
+    def eager(number: int) -> torch.Tensor:
+        state, rounding = start.clone(), stochastic(5, GPU).of_layer(1)
+        rounding.step.fill_(number)
+        step(state, scale.clone(), rounding)
+        return state[1:].view(torch.uint8)
+
+    rounding, state, scales = stochastic(5, GPU).of_layer(1), start.clone(), scale.clone()
+    step(state, scales, rounding)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step(state, scales, rounding)
+    seen = []
+    for number in range(3):
+        state.copy_(start)
+        scales.copy_(scale)
+        graph.replay()
+        seen.append(state[1:].view(torch.uint8).clone())
+        assert torch.equal(seen[-1], eager(number))
+        rounding.advance()
+    assert not torch.equal(seen[0], seen[1])
+    assert not torch.equal(seen[1], seen[2])
 
 
 @pytest.mark.parametrize("act", DTYPES, ids=str)

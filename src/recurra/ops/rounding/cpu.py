@@ -85,6 +85,8 @@ def _close_unit(args: int, unit: int, spare: int) -> None:
     if slot_at(bounds, s) == slot_at(bounds, s + 1):
         return
     slot, count = slot_at(word(args, 10), s), min(_BLOCK, rows - first)
+    if slot == 0:  # padding: nobody reads it
+        return
     row = h * rows + first
     state = word(args, 6) + slot * word(args, 7) + element_bytes(kind) * row * N
     scale = word(args, 8) + slot * word(args, 9) + 2 * row

@@ -90,6 +90,8 @@ def _store_kernel(
     if tl.load(cu_seqlens + seq) == tl.load(cu_seqlens + seq + 1):
         return
     slot = tl.load(slots + seq).to(tl.int64)
+    if slot == 0:  # padding: nobody reads it
+        return
     source = value + (seq * H + h) * (R * N)
     target = state + slot * state_slot + h * (R * N)
     scales = scale + slot * scale_slot + h * R

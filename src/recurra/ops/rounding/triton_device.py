@@ -131,14 +131,18 @@ def _float(x):
 
 
 @triton.jit
+def _larger(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
 def row_scale(value, FORMAT: tl.constexpr):
     """The scale of each row of a tile (rows, N), and what to multiply by instead of dividing by it.
 
     Columns past the row's end must be finite and no larger than the row; zeros will do.
     """
-    # Bit patterns of magnitudes are in the order of the magnitudes, NaN above all.
-    largest = tl.max(_bits(value) & 0x7FFFFFFF, axis=1)
-    broken = largest > 0x7F7FFFFF
+    largest = _bits(tl.reduce(tl.abs(value), 1, _larger))
+    broken = (largest & 0x7FFFFFFF) > 0x7F7FFFFF  # infinities, and NaN of either sign
     largest = tl.where(broken, 0, largest)
     if FORMAT == _INT8:
         wide = _bits(_float(largest) * 0.007874015718698502)

@@ -29,8 +29,8 @@ from recurra.ops.rounding.triton_device import (
 from recurra.ops.triton_math import decay_of, silu, step_size
 
 _NO_LIMIT = (0.0, float("inf"))
-_TILE = 2048  # state elements of a program
-_CHANCE_TILE = 512  # of each of its eight tiles, where states are rounded by chance
+#: State elements of a tile, and of a thread's share of it: to nearest, by chance in 16 bits, by chance in 8.
+_NEAREST, _CHANCE_16, _CHANCE_8 = (2048, 32), (256, 8), (1024, 16)
 
 
 @triton.jit(do_not_specialize=["layer"], do_not_specialize_on_alignment=["slots"])
@@ -97,10 +97,17 @@ def _heads_kernel(
         return
     tile = state + slot * state_slot + h * (P * N) + (i * LANES)[:, None] * N + n[None, :]
     scales = scale + slot * scale_slot + h * P + i * LANES
-    old = ()
+    # Everything is asked for before anything is written: no load may pass a store that could be to its place.
+    old, xs, zs, skips = (), (), (), ()
     for j in tl.static_range(LANES):
-        p_ok = i * LANES + j < P
+        p = i * LANES + j
+        p_ok = p < P
         old += (load_state(tile + j * N, p_ok[:, None] & n_ok[None, :], scales + j, p_ok, FORMAT),)  # type: ignore[assignment]
+        xs += (tl.load(x + row * x_row + h * x_head + p, mask=p_ok, other=0.0).to(tl.float32),)  # type: ignore[assignment]
+        if HAS_Z:
+            zs += (tl.load(z + row * z_row + h * z_head + p, mask=p_ok, other=0.0).to(tl.float32),)  # type: ignore[assignment]
+        if HAS_D:
+            skips += (tl.load(D + h * d_head + p * d_dim, mask=p_ok, other=0.0).to(tl.float32),)  # type: ignore[assignment]
 
     group = h // HEADS_A_GROUP
     bias = tl.load(dt_bias + h).to(tl.float32) if HAS_BIAS else 0.0
@@ -118,16 +125,15 @@ def _heads_kernel(
     for j in tl.static_range(LANES):
         p = i * LANES + j
         p_ok = p < P
-        xv = tl.load(x + row * x_row + h * x_head + p, mask=p_ok, other=0.0).to(tl.float32)
-        carried = decay * old[j] + (dt_now * xv)[:, None] * bv[None, :]
+        carried = decay * old[j] + (dt_now * xs[j])[:, None] * bv[None, :]
         noise = half_word(words, j) if LANES > 1 else 0
         ok = p_ok[:, None] & n_ok[None, :]
         store_state(tile + j * N, ok, scales + j, p_ok, carried, noise, FORMAT, LANES > 1)
         y = tl.sum(carried * cv[None, :], axis=1)
         if HAS_D:
-            y += tl.load(D + h * d_head + p * d_dim, mask=p_ok, other=0.0).to(tl.float32) * xv
+            y += skips[j] * xs[j]
         if HAS_Z:
-            y *= silu(tl.load(z + row * z_row + h * z_head + p, mask=p_ok, other=0.0).to(tl.float32))
+            y *= silu(zs[j])
         tl.store(y_at + p, y.to(out.dtype.element_ty), mask=p_ok)
 
 
@@ -186,10 +192,15 @@ def _channels_kernel(
         return
     tile = state + slot * state_slot + (i * LANES)[:, None] * N + n[None, :]
     scales = scale + slot * scale_slot + i * LANES
-    old = ()
+    old, raws, xs, zs = (), (), (), ()
     for j in tl.static_range(LANES):
-        c_ok = i * LANES + j < CHANNELS
+        c = i * LANES + j
+        c_ok = c < CHANNELS
         old += (load_state(tile + j * N, c_ok[:, None] & n_ok[None, :], scales + j, c_ok, FORMAT),)  # type: ignore[assignment]
+        raws += (tl.load(dt + row * dt_row + c, mask=c_ok, other=0.0).to(tl.float32),)  # type: ignore[assignment]
+        xs += (tl.load(x + row * x_row + c, mask=c_ok, other=0.0).to(tl.float32),)  # type: ignore[assignment]
+        if HAS_Z:
+            zs += (tl.load(z + row * z_row + c, mask=c_ok, other=0.0).to(tl.float32),)  # type: ignore[assignment]
 
     bv = tl.load(B + row * b_row + n, mask=n_ok, other=0.0).to(tl.float32)
     cv = tl.load(C + row * c_row + n, mask=n_ok, other=0.0).to(tl.float32)
@@ -200,30 +211,26 @@ def _channels_kernel(
         c = i * LANES + j
         c_ok = c < CHANNELS
         ok = c_ok[:, None] & n_ok[None, :]
-        raw = tl.load(dt + row * dt_row + c, mask=c_ok, other=0.0).to(tl.float32)
         bias = tl.load(dt_bias + c, mask=c_ok, other=0.0).to(tl.float32) if HAS_BIAS else 0.0
-        dt_now = step_size(raw, bias, low, high, SOFTPLUS, LIMITED)
+        dt_now = step_size(raws[j], bias, low, high, SOFTPLUS, LIMITED)
         rate = tl.load(A + c[:, None] * a_row + n[None, :], mask=ok, other=0.0)
-        xv = tl.load(x + row * x_row + c, mask=c_ok, other=0.0).to(tl.float32)
-        carried = decay_of(dt_now[:, None] * rate) * old[j] + (dt_now * xv)[:, None] * bv[None, :]
+        carried = decay_of(dt_now[:, None] * rate) * old[j] + (dt_now * xs[j])[:, None] * bv[None, :]
         noise = half_word(words, j) if LANES > 1 else 0
         store_state(tile + j * N, ok, scales + j, c_ok, carried, noise, FORMAT, LANES > 1)
         y = tl.sum(carried * cv[None, :], axis=1)
         if HAS_D:
-            y += tl.load(D + c, mask=c_ok, other=0.0).to(tl.float32) * xv
+            y += tl.load(D + c, mask=c_ok, other=0.0).to(tl.float32) * xs[j]
         if HAS_Z:
-            y *= silu(tl.load(z + row * z_row + c, mask=c_ok, other=0.0).to(tl.float32))
+            y *= silu(zs[j])
         tl.store(y_at + c, y.to(out.dtype.element_ty), mask=c_ok)
 
 
-def _blocks(rows: int, state_size: int, lanes: int) -> tuple[int, int, int]:
-    """Rows and columns of a program's tile, and its warps: 32 elements a thread, or 8 a tile and thread."""
+def _blocks(rows: int, state_size: int, lanes: int, itemsize: int) -> tuple[int, int, int]:
+    """Rows and columns of a program's tile, and its warps."""
+    tile, share = _NEAREST if lanes == 1 else _CHANCE_16 if itemsize > 1 else _CHANCE_8
     columns = triton.next_power_of_2(state_size)
-    if lanes == 1:
-        block = min(triton.next_power_of_2(rows), max(1, _TILE // columns))
-        return block, columns, max(1, min(8, block * columns // 1024))
-    block = min(triton.next_power_of_2(triton.cdiv(rows, lanes)), max(1, _CHANCE_TILE // columns))
-    return block, columns, max(1, min(8, block * columns // 256))
+    block = min(triton.next_power_of_2(triton.cdiv(rows, lanes)), max(1, tile // columns))
+    return block, columns, max(1, min(8, block * columns // (32 * share)))
 
 
 def _lanes(state: Tensor, rounding: Rounding) -> int:
@@ -254,7 +261,7 @@ def _heads(
     assert heads % B.shape[1] == 0, (x.shape, B.shape)
     narrow, scale, scale_slot = state_pointers(ssm_state, state_scale)
     lanes = _lanes(ssm_state, rounding)
-    block, columns, warps = _blocks(dim, state_size, lanes)
+    block, columns, warps = _blocks(dim, state_size, lanes, ssm_state.itemsize)
     gate, skip = x if z is None else z, A if D is None else D
     _heads_kernel[(rows * heads * triton.cdiv(dim, block * lanes),)](
         narrow, scale, x, dt, A, B, C, skip, gate, A if dt_bias is None else dt_bias, slots, out,
@@ -292,7 +299,7 @@ def _channels(
     assert dt.stride(1) == 1, dt.stride()
     narrow, scale, scale_slot = state_pointers(ssm_state, state_scale)
     lanes = _lanes(ssm_state, rounding)
-    block, columns, warps = _blocks(channels, state_size, lanes)
+    block, columns, warps = _blocks(channels, state_size, lanes, ssm_state.itemsize)
     gate = x if z is None else z
     _channels_kernel[(rows * triton.cdiv(channels, block * lanes),)](
         narrow, scale, x, dt, A, B, C, A if D is None else D, gate, A if dt_bias is None else dt_bias, slots, out,

@@ -146,6 +146,9 @@ def enliven(model: nn.Module, gains: tuple[tuple[str, float], ...] = ()) -> None
     decay is slow; filters are wide; biases and norms differ from channel to channel. A norm that starts at zero (one
     that multiplies by 1 + weight) stays about zero.
     """
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.uniform_(-0.2, 0.2)
     for name, parameter in model.named_parameters():
         if name.endswith("A_log"):
             parameter.uniform_(-4.5, -3.5)

@@ -2,11 +2,12 @@
 
     x, z     = in_proj(u)
     x        = silu(conv1d(x))
-    dt, B, C = x_proj(x)                       (FalconMamba normalises each of the three)
+    dt, B, C = x_proj(x)                       (FalconMamba and Jamba normalise each of the three)
     y        = scan(x, dt_proj(dt), A, B, C) + D * x
     out      = out_proj(y * silu(z))
 
-Source: Mamba (Gu and Dao, 2023), section 3.4; FalconMamba (Zuo et al., 2024) for the norms.
+Source: Mamba (Gu and Dao, 2023), section 3.4; FalconMamba (Zuo et al., 2024) and Jamba (Lieber et al.,
+2024) for the norms.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 
 from recurra.cache.spec import ConvSSM, StateSpec, mamba1_state
 from recurra.layers.conv import Conv1dWeights
-from recurra.layers.dtypes import Dtypes, parameter, tensor
+from recurra.layers.dtypes import Dtypes, optional, parameter, tensor
 from recurra.layers.linear import Linear
 from recurra.layers.norm import RMSNorm
 from recurra.ops import Ops
@@ -30,8 +31,8 @@ from recurra.types import ForwardBatch
 class Mamba1Sizes:
     """Numbers of one Mamba layer.
 
-    ``bcdt_norm_eps`` is the epsilon of FalconMamba's norms (without weights) on B, C and dt; None means
-    that there are none, as in Mamba.
+    ``bcdt_norm_eps`` is the epsilon of norms on B, C and dt; None means that there are none, as in Mamba. With
+    ``bcdt_norm_weights`` they have weights, as in Jamba; without, as in FalconMamba.
     """
 
     hidden: int
@@ -42,6 +43,7 @@ class Mamba1Sizes:
     use_bias: bool = False
     use_conv_bias: bool = True
     bcdt_norm_eps: float | None = None
+    bcdt_norm_weights: bool = False
 
 
 class MambaMixer(nn.Module):
@@ -63,6 +65,10 @@ class MambaMixer(nn.Module):
         self.A = parameter(inner, sizes.state_size, dtype=dtypes.recurrence, device=device)
         self.D = parameter(inner, dtype=dtypes.recurrence, device=device)
         self.out_proj = Linear(inner, sizes.hidden, bias=bias, ops=ops, dtypes=dtypes, device=device)
+        has, width = sizes.bcdt_norm_weights, sizes.state_size
+        self.dt_norm = optional(has, sizes.dt_rank, dtype=dtypes.act, device=device)
+        self.B_norm = optional(has, width, dtype=dtypes.act, device=device)
+        self.C_norm = optional(has, width, dtype=dtypes.act, device=device)
 
     def state_spec(self) -> StateSpec:
         """Window (channels, W - 1) and state (channels, N) of one sequence."""
@@ -122,6 +128,6 @@ class MambaMixer(nn.Module):
         s = self.sizes
         dt, B, C = torch.split(self.x_proj(u), [s.dt_rank, s.state_size, s.state_size], dim=-1)
         if s.bcdt_norm_eps is not None:
-            norm = self._ops.rms_norm
-            dt, B, C = (norm(part, None, s.bcdt_norm_eps) for part in (dt, B, C))
+            parts = ((dt, self.dt_norm), (B, self.B_norm), (C, self.C_norm))
+            dt, B, C = (self._ops.rms_norm(part, tensor(norm), s.bcdt_norm_eps) for part, norm in parts)
         return self.dt_proj(dt), B, C

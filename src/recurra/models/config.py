@@ -129,6 +129,10 @@ class Fields:
             raise self.wrong(key, "must be an object.")
         return Fields(value, self.file)
 
+    def over(self, changes: dict[str, Any]) -> Fields:
+        """The same with other values of some keys."""
+        return Fields(self.raw | changes, self.file)
+
     def inside(self, key: str) -> Fields:
         """A nested object with what surrounds it: its keys go before those around; all of them without it."""
         around = {name: value for name, value in self.raw.items() if name != key}

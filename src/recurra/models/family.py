@@ -69,6 +69,8 @@ class Family:
         residual_in_fp32: whether the residual stream stays float32 when the configuration doesn't say.
         section: of the configuration, that holds the language model's numbers in checkpoints that can do more
             than text; its keys go before those around it. None: there is none.
+        adapt: gives the configuration the keys that every model has, where the family's files call them otherwise or
+            leave them to be counted.
         renames: (pattern, replacement) of names in the checkpoint, before anything looks at them: other spellings
             of what ``entries`` names.
         skips: patterns of names of tensors that nothing needs (a vision tower, heads that draft tokens).
@@ -82,6 +84,7 @@ class Family:
     handles: frozenset[str] = frozenset()
     residual_in_fp32: bool = False
     section: str | None = None
+    adapt: Callable[[Fields], Fields] | None = None
     renames: tuple[tuple[str, str], ...] = ()
     skips: tuple[str, ...] = ()
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 
-import torch
-
 from recurra.layers.mamba1 import Mamba1Sizes, MambaMixer
 from recurra.models.config import Fields, Layout, ModelConfig
 from recurra.models.family import Build, Family
+from recurra.models.maps import mamba1_entries
 from recurra.models.stack import OUTER_ENTRIES, TIED, MambaStack
-from recurra.models.weights import Entry, draw_ones, draw_steps, draw_zeros, filters, negative_exp
+from recurra.models.weights import Entry
 
 #: The layer's keyword arguments in the mamba_ssm package that say something about inference ...
 _SIZES = {"layer", "d_state", "d_conv", "expand", "dt_rank", "bias", "conv_bias"}
@@ -18,25 +17,7 @@ _SIZES = {"layer", "d_state", "d_conv", "expand", "dt_rank", "bias", "conv_bias"
 _HARMLESS = {"dt_min", "dt_max", "dt_init", "dt_scale", "dt_init_floor", "use_fast_path"}
 
 
-def _draw_decays(value: torch.Tensor, generator: torch.Generator) -> None:
-    """A = -1 ... -N in every channel."""
-    value.copy_(-torch.arange(1, value.shape[1] + 1, device=value.device).expand_as(value))
-
-
-ENTRIES = (
-    *OUTER_ENTRIES,
-    Entry("backbone.layers.{i}.mixer.in_proj.weight", "layers.{i}.mixer.in_proj.weight"),
-    Entry("backbone.layers.{i}.mixer.in_proj.bias", "layers.{i}.mixer.in_proj.bias", draw=draw_zeros),
-    Entry("backbone.layers.{i}.mixer.conv1d.weight", "layers.{i}.mixer.conv1d.weight", filters),
-    Entry("backbone.layers.{i}.mixer.conv1d.bias", "layers.{i}.mixer.conv1d.bias", draw=draw_zeros),
-    Entry("backbone.layers.{i}.mixer.x_proj.weight", "layers.{i}.mixer.x_proj.weight"),
-    Entry("backbone.layers.{i}.mixer.dt_proj.weight", "layers.{i}.mixer.dt_proj.weight"),
-    Entry("backbone.layers.{i}.mixer.dt_proj.bias", "layers.{i}.mixer.dt_bias", draw=draw_steps),
-    Entry("backbone.layers.{i}.mixer.A_log", "layers.{i}.mixer.A", negative_exp, _draw_decays),
-    Entry("backbone.layers.{i}.mixer.D", "layers.{i}.mixer.D", draw=draw_ones),
-    Entry("backbone.layers.{i}.mixer.out_proj.weight", "layers.{i}.mixer.out_proj.weight"),
-    Entry("backbone.layers.{i}.mixer.out_proj.bias", "layers.{i}.mixer.out_proj.bias", draw=draw_zeros),
-)
+ENTRIES = (*OUTER_ENTRIES, *mamba1_entries("backbone.layers.{i}.mixer", "layers.{i}.mixer"))
 
 
 def read_transformers(fields: Fields) -> Mamba1Sizes:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import torch
-
 from recurra.layers.mamba2 import Mamba2Sizes, MambaMixer2
 from recurra.models.config import Fields, Layout, ModelConfig
 from recurra.models.family import Build, Family
+from recurra.models.maps import mamba2_entries
 from recurra.models.stack import OUTER_ENTRIES, TIED, MambaStack
-from recurra.models.weights import Entry, draw_ones, draw_steps, draw_zeros, filters, negative_exp
+from recurra.models.weights import Entry
 
 #: The layer's keyword arguments in the mamba_ssm package that say something about inference ...
 _SIZES = {"layer", "d_state", "d_conv", "expand", "headdim", "ngroups", "bias", "conv_bias", "dt_limit"}
@@ -20,24 +19,7 @@ _HARMLESS = {
 }  # fmt: skip
 
 
-def _draw_decays(value: torch.Tensor, generator: torch.Generator) -> None:
-    """A uniform in (-16, -1)."""
-    value.uniform_(-16.0, -1.0, generator=generator)
-
-
-ENTRIES = (
-    *OUTER_ENTRIES,
-    Entry("backbone.layers.{i}.mixer.in_proj.weight", "layers.{i}.mixer.in_proj.weight"),
-    Entry("backbone.layers.{i}.mixer.in_proj.bias", "layers.{i}.mixer.in_proj.bias", draw=draw_zeros),
-    Entry("backbone.layers.{i}.mixer.conv1d.weight", "layers.{i}.mixer.conv1d.weight", filters),
-    Entry("backbone.layers.{i}.mixer.conv1d.bias", "layers.{i}.mixer.conv1d.bias", draw=draw_zeros),
-    Entry("backbone.layers.{i}.mixer.A_log", "layers.{i}.mixer.A", negative_exp, _draw_decays),
-    Entry("backbone.layers.{i}.mixer.D", "layers.{i}.mixer.D", draw=draw_ones),
-    Entry("backbone.layers.{i}.mixer.dt_bias", "layers.{i}.mixer.dt_bias", draw=draw_steps),
-    Entry("backbone.layers.{i}.mixer.norm.weight", "layers.{i}.mixer.norm.weight", draw=draw_ones),
-    Entry("backbone.layers.{i}.mixer.out_proj.weight", "layers.{i}.mixer.out_proj.weight"),
-    Entry("backbone.layers.{i}.mixer.out_proj.bias", "layers.{i}.mixer.out_proj.bias", draw=draw_zeros),
-)
+ENTRIES = (*OUTER_ENTRIES, *mamba2_entries("backbone.layers.{i}.mixer", "layers.{i}.mixer"))
 
 
 def read_transformers(fields: Fields) -> Mamba2Sizes:

@@ -10,7 +10,9 @@ import torch
 from recurra.layers.attention import AttentionSizes
 from recurra.models.weights import (
     LAYER,
+    Either,
     Entry,
+    Map,
     Rows,
     draw_ones,
     draw_steps,
@@ -23,6 +25,11 @@ from recurra.models.weights import (
 def draw_decays(value: torch.Tensor, generator: torch.Generator) -> None:
     """A uniform in (-16, -1)."""
     value.uniform_(-16.0, -1.0, generator=generator)
+
+
+def draw_powers(value: torch.Tensor, generator: torch.Generator) -> None:
+    """A = -1 ... -N in every channel."""
+    value.copy_(-torch.arange(1, value.shape[1] + 1, device=value.device).expand_as(value))
 
 
 def at(layers: Iterable[int], entries: Iterable[Entry]) -> tuple[Entry, ...]:
@@ -85,6 +92,56 @@ def gated_mlp_entries(
         ),
         Entry(f"{stored}.{down}.weight", f"{target}.w_out.weight"),
         Entry(f"{stored}.{down}.bias", f"{target}.w_out.bias", draw=draw_zeros),
+    )
+
+
+def expert_entries(
+    stored: str,
+    target: str,
+    inner: int,
+    *,
+    gated: bool = True,
+    names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+) -> Map:
+    """Routed experts, each in tensors of its own or all stacked, as ``experts.{e}.up_proj.weight`` or ``experts.up_proj``.
+
+    Args:
+        stored, target: prefixes of names in the checkpoint, such as ``model.layers.{i}.mlp.experts``, and of the
+            :class:`recurra.layers.moe.MoE`.
+        inner: width of an expert.
+        gated: whether experts have a gate; stacked ones keep it before the other rows, in ``gate_up_proj``.
+        names: of gate, up and down in the checkpoint.
+    """
+    gate, up, down = names
+    rows = ((gate, Rows(0, inner)), (up, Rows(inner, inner))) if gated else ((up, Rows(0, inner)),)
+    one = [Entry(f"{stored}.{{e}}.{name}.weight", f"{target}.w_in", part=place) for name, place in rows]
+    one.append(Entry(f"{stored}.{{e}}.{down}.weight", f"{target}.w_out"))
+    stacked_in = f"{stored}.gate_up_proj" if gated else f"{stored}.{up}"
+    stacked = (Entry(stacked_in, f"{target}.w_in"), Entry(f"{stored}.{down}", f"{target}.w_out"))
+    return (Either((tuple(one), stacked)),)
+
+
+def mamba1_entries(stored: str, target: str) -> tuple[Entry, ...]:
+    """A Mamba mixer as transformers stores it.
+
+    Args:
+        stored, target: prefixes of names in the checkpoint and of the :class:`recurra.layers.mamba1.MambaMixer`.
+    """
+    return (
+        Entry(f"{stored}.in_proj.weight", f"{target}.in_proj.weight"),
+        Entry(f"{stored}.in_proj.bias", f"{target}.in_proj.bias", draw=draw_zeros),
+        Entry(f"{stored}.conv1d.weight", f"{target}.conv1d.weight", filters),
+        Entry(f"{stored}.conv1d.bias", f"{target}.conv1d.bias", draw=draw_zeros),
+        Entry(f"{stored}.x_proj.weight", f"{target}.x_proj.weight"),
+        Entry(f"{stored}.dt_proj.weight", f"{target}.dt_proj.weight"),
+        Entry(f"{stored}.dt_proj.bias", f"{target}.dt_bias", draw=draw_steps),
+        Entry(f"{stored}.dt_layernorm.weight", f"{target}.dt_norm", draw=draw_ones),
+        Entry(f"{stored}.b_layernorm.weight", f"{target}.B_norm", draw=draw_ones),
+        Entry(f"{stored}.c_layernorm.weight", f"{target}.C_norm", draw=draw_ones),
+        Entry(f"{stored}.A_log", f"{target}.A", negative_exp, draw_powers),
+        Entry(f"{stored}.D", f"{target}.D", draw=draw_ones),
+        Entry(f"{stored}.out_proj.weight", f"{target}.out_proj.weight"),
+        Entry(f"{stored}.out_proj.bias", f"{target}.out_proj.bias", draw=draw_zeros),
     )
 
 

@@ -177,7 +177,7 @@ class MambaHeads(nn.Module):
             heads.append(
                 scan(
                     u[:, own], dt, self.A[own], B, C, self.D[own], z[:, own], self.dt_bias[own],
-                    state.ssm[:, own], *where,
+                    state.ssm[:, own], *where, state_scale=_of(state.scale, own), rounding=state.rounding,
                 )
             )  # fmt: skip
         out: Tensor = self.out_proj(torch.cat(heads, dim=-1))
@@ -194,7 +194,7 @@ class MambaHeads(nn.Module):
             heads.append(
                 update(
                     state.ssm[:, own], u[:, own], dt, self.A[own], B, C, self.D[own], z[:, own],
-                    self.dt_bias[own], slots,
+                    self.dt_bias[own], slots, state_scale=_of(state.scale, own), rounding=state.rounding,
                 )
             )  # fmt: skip
         out: Tensor = self.out_proj(torch.cat(heads, dim=-1))
@@ -211,6 +211,11 @@ class MambaHeads(nn.Module):
         parts = [s.dt_rank, s.state_size, s.state_size]
         dt, B, C = torch.split(linear(u, self.x_proj[head]), parts, dim=-1)
         return linear(dt, self.dt_proj[head]), B, C
+
+
+def _of(scale: Tensor, own: slice) -> Tensor:
+    """A head's scales, where states have any."""
+    return scale[:, own] if scale.shape[1] else scale
 
 
 class SharedCall(nn.Module):

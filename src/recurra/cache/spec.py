@@ -49,7 +49,7 @@ class ConvSSM(NamedTuple):
     conv: (slots, conv_channels, W - 1), last inputs of the convolution; (slots, 0) in lightning attention,
         which has none.
     ssm: (slots, channels, N) for Mamba-1, (slots, H, P, N) for Mamba-2, (slots, H, K, V) for lightning
-        attention and delta rules; (slots, 0) in a short convolution.
+        attention and delta rules, (slots, H, P) for real-gated units; (slots, 0) in a short convolution.
     scale: of each row of an 8-bit ssm, (slots, ..., rows) bfloat16; (slots, 0) in other formats.
     rounding: how ssm is rounded when it is written.
     """
@@ -174,6 +174,18 @@ def delta_state(
     conv_channels = 2 * num_key_heads * key_dim + num_value_heads * value_dim
     conv = TensorSpec("conv", (conv_channels, conv_kernel - 1), conv_dtype)
     return _recurrent("delta", conv, (num_value_heads, key_dim, value_dim), ssm_dtype)
+
+
+def rg_lru_state(
+    num_blocks: int,
+    block_width: int,
+    conv_kernel: int,
+    conv_dtype: torch.dtype,
+    ssm_dtype: torch.dtype = torch.float32,
+) -> StateSpec:
+    """State of a real-gated linear recurrent unit: one number a channel, in the blocks of its gates."""
+    conv = TensorSpec("conv", (num_blocks * block_width, conv_kernel - 1), conv_dtype)
+    return _recurrent("rg_lru", conv, (num_blocks, block_width), ssm_dtype)
 
 
 def short_conv_state(channels: int, conv_kernel: int, conv_dtype: torch.dtype) -> StateSpec:

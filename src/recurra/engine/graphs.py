@@ -37,6 +37,7 @@ _OPERATORS = {
     "lightning": ("lightning_attention_update",),
     "delta": ("causal_conv1d_update", "gated_delta_rule_update"),
     "short_conv": ("short_conv_update",),
+    "rg_lru": ("causal_conv1d_update", "rg_lru_update"),
 }
 _PAGED = ("store_kv", "attention_update")
 _ALWAYS = ("linear", "rms_norm")

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from recurra.device import Device
 from recurra.errors import ConfigError
+from recurra.ops.add_norm import AddRMSNorm
 from recurra.ops.attention import AttentionUpdate, AttentionVarlen, StoreKV
 from recurra.ops.conv1d import CausalConv1dUpdate, CausalConv1dVarlen
 from recurra.ops.decode_stack import BuildDecodeStack
@@ -19,6 +20,7 @@ from recurra.ops.linear_attention import LightningAttentionUpdate, LightningAtte
 from recurra.ops.moe import ExpertMLP
 from recurra.ops.norm import RMSNorm, RMSNormGated
 from recurra.ops.registry import BACKENDS, OPERATORS, Choice, choose, refusal
+from recurra.ops.rg_lru import RGLRUUpdate, RGLRUVarlen
 from recurra.ops.several import CausalConv1dUpdateVarlen, SelectiveStateUpdateVarlen
 from recurra.ops.short_conv import ShortConvUpdate, ShortConvVarlen
 from recurra.ops.ssm import SelectiveScanVarlen, SelectiveStateUpdate, SSDVarlen
@@ -33,6 +35,7 @@ class Ops:
     linear: Linear
     rms_norm: RMSNorm
     rms_norm_gated: RMSNormGated
+    add_rms_norm: AddRMSNorm
     causal_conv1d_varlen: CausalConv1dVarlen
     causal_conv1d_update: CausalConv1dUpdate
     selective_scan_varlen: SelectiveScanVarlen
@@ -44,6 +47,8 @@ class Ops:
     lightning_attention_update: LightningAttentionUpdate
     gated_delta_rule_varlen: GatedDeltaRuleVarlen
     gated_delta_rule_update: GatedDeltaRuleUpdate
+    rg_lru_varlen: RGLRUVarlen
+    rg_lru_update: RGLRUUpdate
     short_conv_varlen: ShortConvVarlen
     short_conv_update: ShortConvUpdate
     store_kv: StoreKV

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from recurra.errors import ConfigError
 from recurra.rounding import NEAREST, SCALE_DTYPE, SCALED, Rounding
 
 #: Offsets of tensors inside a slot are multiples of this many bytes, so that wide loads stay aligned.
@@ -193,3 +194,182 @@ def short_conv_state(channels: int, conv_kernel: int, conv_dtype: torch.dtype) -
     return _recurrent(
         "short_conv", TensorSpec("conv", (channels, conv_kernel - 1), conv_dtype), (0,), conv_dtype
     )
+
+
+# --- vLLM's calculators ----------------------------------------------------------------------------
+
+#: Names of state dtypes in settings.
+_DTYPE_NAMES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "fp8": torch.float8_e4m3fn,
+    "int8": torch.int8,
+}
+
+
+def shard(setting: str, total: int, ranks: int) -> int:
+    """One rank's share.
+
+    Raises:
+        ConfigError: it doesn't come out even.
+    """
+    if total % ranks:
+        even = [n for n in range(1, ranks + 1) if total % n == 0]
+        raise ConfigError(
+            "tensor_parallel_size", ranks, f"it does not divide {setting}={total}.", f"Use {even[-1]}."
+        )
+    return total // ranks
+
+
+def extra_groups_for_head_shards(num_groups: int, ranks: int) -> int:
+    """Copies of groups of B and C that are added so that each rank has those of its own heads.
+
+    Groups that divide among the ranks are cut; with fewer groups than ranks, which must then divide the ranks, each
+    rank holds one whole group.
+
+    Raises:
+        ConfigError: neither divides the other.
+    """
+    if num_groups % ranks == 0:
+        return 0
+    if ranks % num_groups == 0:
+        return ranks - num_groups
+    even = [n for n in range(1, ranks + 1) if num_groups % n == 0 or n % num_groups == 0]
+    raise ConfigError(
+        "tensor_parallel_size",
+        ranks,
+        f"neither it nor n_groups={num_groups} divides the other.",
+        f"Use {even[-1]}.",
+    )
+
+
+class MambaStateShapeCalculator:
+    """Shapes of one rank's states of one sequence, in the order conv, then recurrent (vLLM's class of this name).
+
+    Windows are (channels, W - 1), as the pool keeps them. ``num_spec`` more inputs are kept for speculation (see
+    :mod:`recurra.ops.several`). Every method raises ConfigError where the ranks don't divide what is cut.
+    """
+
+    @staticmethod
+    def linear_attention_state_shape(
+        num_heads: int, tp_size: int, head_dim: int
+    ) -> tuple[tuple[int, int, int]]:
+        """(H, K, V) of lightning attention."""
+        return ((shard("num_heads", num_heads, tp_size), head_dim, head_dim),)
+
+    @staticmethod
+    def mamba1_state_shape(
+        tp_world_size: int, intermediate_size: int, state_size: int, conv_kernel: int
+    ) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Window and (channels, N)."""
+        channels = shard("intermediate_size", intermediate_size, tp_world_size)
+        return (channels, conv_kernel - 1), (channels, state_size)
+
+    @staticmethod
+    def extra_groups_for_head_shards(ngroups: int, tp_size: int) -> int:
+        """See :func:`extra_groups_for_head_shards`."""
+        return extra_groups_for_head_shards(ngroups, tp_size)
+
+    @staticmethod
+    def mamba2_state_shape(
+        tp_world_size: int,
+        intermediate_size: int,
+        n_groups: int,
+        num_heads: int,
+        head_dim: int,
+        state_size: int,
+        conv_kernel: int,
+        num_spec: int = 0,
+    ) -> tuple[tuple[int, int], tuple[int, int, int]]:
+        """Window over x, B and C, and (H, P, N); groups are copied where ranks share one."""
+        groups = n_groups + extra_groups_for_head_shards(n_groups, tp_world_size)
+        channels = shard("intermediate_size", intermediate_size, tp_world_size)
+        conv = channels + 2 * (groups // tp_world_size) * state_size
+        heads = shard("num_heads", num_heads, tp_world_size)
+        return (conv, conv_kernel - 1 + num_spec), (heads, head_dim, state_size)
+
+    @staticmethod
+    def short_conv_state_shape(
+        tp_world_size: int, intermediate_size: int, conv_kernel: int
+    ) -> tuple[tuple[int, int]]:
+        """The window alone."""
+        return ((shard("intermediate_size", intermediate_size, tp_world_size), conv_kernel - 1),)
+
+    @staticmethod
+    def gated_delta_net_state_shape(
+        tp_world_size: int,
+        num_k_heads: int,
+        num_v_heads: int,
+        head_k_dim: int,
+        head_v_dim: int,
+        conv_kernel_size: int,
+        num_spec: int = 0,
+    ) -> tuple[tuple[int, int], tuple[int, int, int]]:
+        """Window over q, k and v, and (Hv, K, V) as it is kept here (vLLM's has V first)."""
+        keys = shard("num_k_heads", num_k_heads, tp_world_size) * head_k_dim
+        heads = shard("num_v_heads", num_v_heads, tp_world_size)
+        window = (2 * keys + heads * head_v_dim, conv_kernel_size - 1 + num_spec)
+        return window, (heads, head_k_dim, head_v_dim)
+
+    @staticmethod
+    def kda_state_shape(
+        tp_world_size: int, num_heads: int, head_dim: int, conv_kernel_size: int = 4, num_spec: int = 0
+    ) -> tuple[tuple[int, int], tuple[int, int, int]]:
+        """Kimi delta attention: as many key heads as value heads, one dimension, one window over q, k and v."""
+        return MambaStateShapeCalculator.gated_delta_net_state_shape(
+            tp_world_size, num_heads, num_heads, head_dim, head_dim, conv_kernel_size, num_spec
+        )
+
+
+class MambaStateDtypeCalculator:
+    """Dtypes of states from the settings (vLLM's class of this name), in the order of the shapes.
+
+    "auto" is the model's dtype for windows, and float32 for recurrent states: theirs sum over thousands of tokens.
+    Every method raises ConfigError for a name that states aren't kept in.
+    """
+
+    @staticmethod
+    def _named(setting: str, name: str | torch.dtype, auto: torch.dtype) -> torch.dtype:
+        if isinstance(name, torch.dtype):
+            return name
+        if name == "auto":
+            return auto
+        if name not in _DTYPE_NAMES:
+            raise ConfigError(setting, name, "unknown.", f"Valid: auto, {', '.join(_DTYPE_NAMES)}.")
+        return _DTYPE_NAMES[name]
+
+    @staticmethod
+    def linear_attention_state_dtype(
+        model_dtype: torch.dtype, mamba_cache_dtype: str = "auto"
+    ) -> tuple[torch.dtype]:
+        """Of lightning attention's sums; auto is float32 whatever the model's dtype."""
+        del model_dtype
+        return (MambaStateDtypeCalculator._named("mamba_cache_dtype", mamba_cache_dtype, torch.float32),)
+
+    @staticmethod
+    def mamba1_state_dtype(
+        model_dtype: torch.dtype, mamba_cache_dtype: str = "auto", mamba_ssm_cache_dtype: str = "auto"
+    ) -> tuple[torch.dtype, torch.dtype]:
+        """Window and state."""
+        named = MambaStateDtypeCalculator._named
+        conv = named("mamba_cache_dtype", mamba_cache_dtype, model_dtype)
+        if conv in SCALED:
+            raise ConfigError(
+                "mamba_cache_dtype",
+                mamba_cache_dtype,
+                "windows have no scales.",
+                'Use "auto", or 16 or 32 bits.',
+            )
+        return conv, named("mamba_ssm_cache_dtype", mamba_ssm_cache_dtype, torch.float32)
+
+    mamba2_state_dtype = mamba1_state_dtype
+    gated_delta_net_state_dtype = mamba1_state_dtype
+    kda_state_dtype = mamba1_state_dtype
+
+    @staticmethod
+    def short_conv_state_dtype(
+        model_dtype: torch.dtype, mamba_cache_dtype: str = "auto"
+    ) -> tuple[torch.dtype]:
+        """Of the window."""
+        return (MambaStateDtypeCalculator.mamba1_state_dtype(model_dtype, mamba_cache_dtype)[0],)

@@ -98,7 +98,7 @@ PUBLISHED: dict[str, tuple[float, dict[str, Any]]] = {
         "rms_norm_eps": 1e-05, "time_step_floor": 0.0001, "time_step_max": 0.1, "time_step_min": 0.001,
         "torch_dtype": "bfloat16", "use_cache": True, "use_mamba_kernels": True, "vocab_size": 32000,
     }),
-    "Zamba2-2.7B": (2.69, {
+    "Zamba2-2.7B": (2.662, {
         "adapter_rank": 128, "add_bias_linear": False, "architectures": ["Zamba2ForCausalLM"],
         "attention_dropout": 0.0, "attention_head_dim": 160, "attention_hidden_size": 5120, "bos_token_id": 1,
         "chunk_size": 256, "eos_token_id": 2, "ffn_hidden_size": 10240, "gated_linear_unit": True,

@@ -655,6 +655,23 @@ def test_norm_module(device: torch.device) -> None:
         )
 
 
+# --- names ---------------------------------------------------------------------------------------
+
+
+def test_public_names() -> None:
+    from recurra import ops
+
+    assert ops.causal_conv1d_fn is causal_conv1d.causal_conv1d_fn
+    assert ops.mamba_chunk_scan_combined_varlen is vllm.mamba_chunk_scan_combined_varlen
+    assert ops.selective_state_update is mamba_ssm.selective_state_update
+    assert ops.chunk_gated_delta_rule is fla.chunk_gated_delta_rule
+    for name in ops._PUBLIC:
+        assert callable(getattr(ops, name)), name
+        assert name in dir(ops)
+    with pytest.raises(AttributeError, match="no attribute 'mamba4'"):
+        _ = ops.mamba4
+
+
 # --- refusals ------------------------------------------------------------------------------------
 
 

@@ -215,3 +215,71 @@ def test_padding_of_states(backend: Backend) -> None:
         assert y[1].any()
         assert state[1 - live].isnan().all()
         assert not torch.equal(state[live], case.state[0])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("act", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_real_shapes(act: torch.dtype) -> None:
+    """A window of four tokens on a layer of Codestral, each state kept; then Mamba-1."""
+    from recurra.ops.several.triton import selective_state_update_varlen
+
+    gpu, precision = torch.device("cuda"), Precision(act, torch.float32)
+    rows, tokens = 8, 4
+    cu = torch.arange(0, rows * tokens + 1, tokens, dtype=torch.int32)
+    sources = torch.arange(1, rows + 1, dtype=torch.int32)
+    targets = torch.arange(rows + 1, rows + 1 + rows * tokens, dtype=torch.int32).view(rows, tokens)
+    for drawn in (
+        SSDCase.draw(rows * tokens, rows, 128, 64, 8, 128), ScanCase.draw(rows * tokens, rows, 8192, 16),
+        SSDCase.draw(rows * tokens, rows, 4, 80, 2, 48), SSDCase.draw(rows * tokens, rows, 4, 112, 2, 96),
+    ):  # fmt: skip
+        answers = []
+        for function, case in (
+            (selective_state_update_varlen, drawn.to(precision, gpu)),
+            (reference.selective_state_update_varlen, drawn.to(precision, gpu)),
+            (reference.selective_state_update_varlen, drawn.rounded(precision).to(EXACT, gpu)),
+        ):
+            state = torch.zeros(
+                1 + rows * (1 + tokens), *case.state.shape[1:], dtype=case.state.dtype, device=gpu
+            )
+            state[1 : rows + 1] = case.state
+            y = function(
+                state, case.x, case.dt, case.A, case.B, case.C, case.D, case.z, case.dt_bias, cu.to(gpu),
+                sources.to(gpu), targets.to(gpu),
+            )  # fmt: skip
+            answers.append((y, state))
+        check(answers[0][0], answers[1][0], answers[2][0], "output")
+        check(answers[0][1], answers[1][1], answers[2][1], "states")
+
+
+@pytest.mark.gpu
+def test_more_than_two_to_the_31_elements() -> None:
+    from recurra.ops.several.triton import causal_conv1d_update_varlen, selective_state_update_varlen
+
+    gpu = torch.device("cuda")
+    case = SSDCase.draw(2, 1, 128, 64, 8, 128).to(Precision(torch.bfloat16, torch.float32), gpu)
+    cu = torch.tensor([0, 2], dtype=torch.int32, device=gpu)
+    answers = []
+    for slots in (2200, 4):
+        state = torch.zeros(slots, 128, 64, 128, dtype=torch.bfloat16, device=gpu)
+        assert slots == 4 or state.numel() > 2**31
+        state[slots - 1] = case.state[0].bfloat16()
+        y = selective_state_update_varlen(
+            state, case.x, case.dt, case.A, case.B, case.C, case.D, None, case.dt_bias, cu,
+            _ints([slots - 1], gpu), _ints([[slots - 2, slots - 3]], gpu),
+        )  # fmt: skip
+        answers.append((y, state[slots - 3 : slots - 1].clone()))
+        del state
+    assert torch.equal(answers[0][0], answers[1][0])
+    assert torch.equal(answers[0][1], answers[1][1])
+    assert answers[0][1].any()
+    x, weight = torch.randn(2, 10_240, device=gpu).bfloat16(), torch.randn(10_240, 4, device=gpu).bfloat16()
+    found = []
+    for slots in (45_000, 3):
+        state = torch.zeros(slots, 10_240, 5, dtype=torch.bfloat16, device=gpu)
+        assert slots == 3 or state.numel() > 2**31
+        last = _ints([slots - 1], gpu)
+        y = causal_conv1d_update_varlen(x, weight, None, state, cu, last, last, None, silu=True)
+        found.append((y, state[slots - 1].clone()))
+    assert torch.equal(found[0][0], found[1][0])
+    assert torch.equal(found[0][1], found[1][1])
+    assert torch.equal(found[0][1][:, 3:].t(), x)

@@ -2,11 +2,17 @@
 
 >>> ops = build(detect("cpu"))
 >>> y = ops.rms_norm(x, weight, 1e-5)
+
+The field's functions are here under their own names as well, for the tensors' device (see :mod:`recurra.ops.compat`):
+
+>>> from recurra.ops import causal_conv1d_fn, mamba_chunk_scan_combined, selective_state_update
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
 
 from recurra.device import Device
 from recurra.errors import ConfigError
@@ -97,3 +103,35 @@ def build(device: Device, backend: str | None = None, prefill_backend: str | Non
         choices.append(choice)
         table[operator.name] = function
     return Ops(**table, choices=tuple(choices))  # type: ignore[arg-type]
+
+
+#: The field's names, where what they mean is the same in all projects, and the modules that serve them.
+_PUBLIC = {
+    "causal_conv1d_fn": "conv",
+    "causal_conv1d_update": "conv",
+    "chunk_gated_delta_rule": "fla",
+    "chunk_kda": "fla",
+    "fused_recurrent_gated_delta_rule": "fla",
+    "layernorm_fn": "norm",
+    "mamba_chunk_scan_combined": "ssm",
+    "mamba_chunk_scan_combined_varlen": "ssm",
+    "rms_norm_gated": "norm",
+    "rmsnorm_fn": "norm",
+    "selective_scan_fn": "ssm",
+    "selective_state_update": "ssm",
+    "ssd_bmm": "parts",
+    "ssd_chunk_scan": "parts",
+    "ssd_chunk_state": "parts",
+    "ssd_state_passing": "parts",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """The field's functions, imported when they are first asked for."""
+    if name not in _PUBLIC:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"recurra.ops.compat.{_PUBLIC[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_PUBLIC})

@@ -63,7 +63,7 @@ def test_settings_are_frozen_and_paths_become_text() -> None:
 @pytest.mark.parametrize(
     ("settings", "works"),
     [
-        ({"enable_prefix_caching": True}, "False"),
+        ({"enable_prefix_caching": False, "prefix_cache_dir": "x"}, "enable_prefix_caching=True"),
         ({"speculative_config": {"method": "ngram"}}, "None"),
         ({"quantization": "int8"}, "None"),
         ({"tensor_parallel_size": 2}, "1"),

@@ -80,6 +80,7 @@ def resolve(config: EngineConfig, model: ModelFacts, device: Device) -> Settled:
         ConfigError: a setting that can't work here; it names a value that would.
     """
     _refuse_not_offered(config)
+    _check_cache(config)
     mamba = config.mamba_config or MambaConfig()
     weight_dtype = _weight_dtype(config.dtype, model.dtype, device)
     # CPU kernels and the reference widen weights as they read them and compute in float32.
@@ -115,9 +116,19 @@ def _check_rounding(mamba: MambaConfig, ssm_dtype: torch.dtype) -> None:
         )  # fmt: skip
 
 
+def _check_cache(config: EngineConfig) -> None:
+    """Refuse settings of a cache that is off."""
+    for name in ("prefix_cache_bytes", "prefix_cache_host_bytes", "prefix_cache_dir"):
+        value = getattr(config, name)
+        if value and not config.enable_prefix_caching:
+            raise ConfigError(
+                name, value, "nothing is kept with enable_prefix_caching=False.",
+                "Leave it out, or set enable_prefix_caching=True.",
+            )  # fmt: skip
+
+
 def _refuse_not_offered(config: EngineConfig) -> None:
     refusals = (
-        ("enable_prefix_caching", config.enable_prefix_caching, False),
         ("speculative_config", config.speculative_config, None),
         ("quantization", config.quantization, None),
         ("tensor_parallel_size", config.tensor_parallel_size, 1),
@@ -221,3 +232,40 @@ def settle_slots(
         wanted = slots
     tokens = config.max_num_batched_tokens or max(DEFAULT_BATCHED_TOKENS[device.type], wanted)
     return SchedulerLimits(wanted, tokens, config.max_queue_len), slots
+
+
+#: Of memory for kept states on a CPU, where nobody said how much.
+DEFAULT_CPU_CACHE_BYTES = 1 << 30
+
+
+def settle_snapshots(config: EngineConfig, device: Device, bytes_per_slot: int, left_bytes: int) -> int:
+    """Choose how many kept states the device's memory holds.
+
+    Args:
+        bytes_per_slot: one state.
+        left_bytes: what is free beside weights and slots.
+
+    Raises:
+        ConfigError: ``prefix_cache_bytes`` holds no state, or more than is free.
+    """
+    if not config.enable_prefix_caching:
+        return 0
+    asked = config.prefix_cache_bytes
+    if asked is not None and not bytes_per_slot <= asked <= left_bytes:
+        raise ConfigError(
+            "prefix_cache_bytes", asked,
+            f"one state takes {bytes_per_slot} bytes, and {max(left_bytes, 0)} are free.",
+            "Use a number between, or enable_prefix_caching=False.",
+        )  # fmt: skip
+    if asked is None:
+        asked = left_bytes // 2
+        if device.type == "cpu":
+            asked = min(asked, max(DEFAULT_CPU_CACHE_BYTES, bytes_per_slot))
+    rows = max(asked, 0) // bytes_per_slot
+    if rows == 0:
+        log.warning(
+            "prefix caching is off: no memory is left for kept states (one takes %d bytes); use fewer "
+            "num_state_slots, or free memory",
+            bytes_per_slot,
+        )
+    return rows

@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Iterable
 from functools import partial
 
@@ -17,19 +18,21 @@ from recurra.cache.alloc import SlotAllocator
 from recurra.cache.pool import StatePool
 from recurra.cache.spec import recurrent
 from recurra.config.engine import EngineConfig
+from recurra.engine.caching import cache_numbers, make_cache
 from recurra.engine.forward import make_forward
 from recurra.engine.graphs import GraphLimits
 from recurra.engine.loading import Parts, Progress, end_ids, load, state_rounding
 from recurra.engine.metrics import Counters, EngineStats
 from recurra.engine.outputs import OutputBook
 from recurra.engine.prompts import make_request, spell_out
-from recurra.engine.runner import Launched, Runner
+from recurra.engine.reuse import ReuseStats
+from recurra.engine.runner import Launched, Runner, StepResult
 from recurra.engine.sampler import Sampler
 from recurra.engine.scheduler import Plan, Scheduler
 from recurra.engine.warmup import warm_up
 from recurra.errors import RecurraError
 from recurra.sampling_params import SamplingParams
-from recurra.types import PromptInput, RequestOutput, Status
+from recurra.types import PromptInput, RequestOutput, Sequence, Status
 
 
 class LLMEngine:
@@ -46,6 +49,7 @@ class LLMEngine:
         max_model_len: most tokens of a request, prompt and answer.
         tokenizer: None: token ids in and out.
         ops: the operators and why each was chosen.
+        cache: kept states; None: every prompt is computed whole.
         sampling_defaults: fields of ``SamplingParams`` that the checkpoint sets for callers who don't. They
             are applied by the faces: ``params`` of :meth:`add_request` are taken as they are.
 
@@ -78,7 +82,11 @@ class LLMEngine:
         texts = parts.tokenizer.token_to_string if parts.tokenizer is not None else _no_text
         sampler = Sampler(model.vocab_size, device, config.seed, end_ids(parts), spell, texts)
         self.runner = Runner(model, forward, pool, sampler, device)
-        self.scheduler = Scheduler(self.limits, self.slots, self.runner.release)
+        self.cache = make_cache(config, model, settled.weight_dtype, pool, parts.num_snapshots)
+        if self.cache is not None:
+            weakref.finalize(self, self.cache.tiers.close)
+        self._reuse = None if self.cache is None else self.cache.reuse
+        self.scheduler = Scheduler(self.limits, self.slots, self._release, self._reuse)
         self._book = OutputBook(end_ids(parts), parts.tokenizer)
         self._counters = Counters()
         self._pipelined = device.type != "cpu"  # which has nothing to do while the host works
@@ -140,8 +148,20 @@ class LLMEngine:
             self._launch_ahead(launched)
             result = self.runner.finish(launched)
             ended = self._book.update(result)
+            self._tell_reuse(result)
             self.scheduler.commit(launched.plan, result.tokens, ended, self.runner)
         return self._book.drain()
+
+    def _tell_reuse(self, result: StepResult) -> None:
+        """Which states can't be kept as they are."""
+        if self._reuse is not None:
+            self._reuse.distrust(result.failed)
+            self._reuse.ran_ahead(() if self._ahead is None else self._ahead.plan.decode)
+
+    def _release(self, sequence: Sequence) -> None:
+        self.runner.release(sequence)
+        if self._reuse is not None:
+            self._reuse.forget(sequence)
 
     def _launch(self) -> Launched | None:
         plan = self.scheduler.schedule()
@@ -179,18 +199,29 @@ class LLMEngine:
             used_slots=self.slots.num_used,
             prompt_tokens=self._counters.prompt_tokens,
             generation_tokens=self._book.generated_tokens,
-            cached_tokens=0,
             steps=self._counters.steps,
             finished=dict(self._book.finish_reasons),
             errors=self._book.finish_reasons["error"],
+            **cache_numbers(self.cache),
         )
 
     def warm_up(self, progress: Progress | None = None) -> None:
         """Run everything that a request can reach once, so that nothing compiles after it."""
+        if self._reuse is not None:
+            self._reuse.active = False  # nothing real is said, and everything must be computed
         warm_up(self, progress)
+        if self._reuse is not None:
+            self._reuse.active = True
+
+    def close(self) -> None:
+        """Finish writing states and let go of their folder. The engine goes on, and keeps nothing there."""
+        if self.cache is not None:
+            self.cache.tiers.close()
 
     def reset_stats(self) -> None:
         """Start counting anew."""
+        if self._reuse is not None:
+            self._reuse.stats = ReuseStats()
         self._counters = Counters()
         self._book.reset_counts()
 
@@ -198,8 +229,13 @@ class LLMEngine:
         self._counters.steps += 1
         for chunk in plan.prefill:
             self._counters.prompt_tokens += chunk.length
-            if chunk.start == 0:
-                self._book.scheduled(chunk.sequence.request.request_id)
+            self._book.scheduled(chunk.sequence.request.request_id)
+        for sequence in plan.decode:
+            if sequence.num_computed < sequence.num_prompt:
+                self._counters.prompt_tokens += 1
+                self._book.scheduled(sequence.request.request_id)
+        for request_id, tokens in self._reuse.take_hits() if self._reuse is not None else ():
+            self._book.cached(request_id, tokens)
 
 
 def _no_text(token_id: int) -> None:

@@ -139,6 +139,8 @@ class LLM:
                 f"prompt {number}: {error}", param=error.param, status=error.status, code=error.code
             ) from None
         ids: dict[str, Any] = {"prompt_token_ids": request.prompt_token_ids}
+        if request.cache_salt is not None:
+            ids["cache_salt"] = request.cache_salt
         return ids if request.prompt is None else ids | {"prompt": request.prompt}
 
     def _run(

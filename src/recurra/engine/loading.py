@@ -11,10 +11,10 @@ from typing import Any
 import torch
 
 from recurra.cache.pool import slot_bytes
-from recurra.cache.spec import recurrent
+from recurra.cache.spec import paged, recurrent
 from recurra.config.engine import EngineConfig
 from recurra.config.scheduler import SchedulerLimits
-from recurra.config.settle import ModelFacts, Settled, resolve, settle_slots
+from recurra.config.settle import ModelFacts, Settled, resolve, settle_slots, settle_snapshots
 from recurra.device import Device, detect
 from recurra.engine.generation import read_sampling_defaults, shown
 from recurra.engine.tokenizer import Tokenizer
@@ -45,6 +45,7 @@ class Parts:
         ops: the operators that the model was built with.
         tokenizer: None: token ids in and out.
         sampling_defaults: fields of ``SamplingParams`` that the checkpoint sets for callers who don't.
+        num_snapshots: states that the device's memory keeps beside those that are at work.
     """
 
     settled: Settled
@@ -55,6 +56,7 @@ class Parts:
     ops: Ops
     tokenizer: Tokenizer | None
     sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
+    num_snapshots: int = 0
 
 
 def load(config: EngineConfig, progress: Progress | None = None) -> Parts:
@@ -76,7 +78,7 @@ def load(config: EngineConfig, progress: Progress | None = None) -> Parts:
         log.info(
             "sampling defaults of the model: %s (--generation-config none ignores them)", shown(defaults)
         )
-    limits, num_slots = _fit(config, model_config, settled, ops)
+    limits, num_slots, num_snapshots = _fit(config, model_config, settled, ops)
     torch.set_num_threads(device.num_threads)
     model = load_model(
         model_config,
@@ -90,13 +92,13 @@ def load(config: EngineConfig, progress: Progress | None = None) -> Parts:
         seed=config.seed,
         progress=progress,
     )
-    return Parts(settled, limits, num_slots, model_config, model, ops, tokenizer, defaults)
+    return Parts(settled, limits, num_slots, model_config, model, ops, tokenizer, defaults, num_snapshots)
 
 
 def _fit(
     config: EngineConfig, model_config: ModelConfig, settled: Settled, ops: Ops
-) -> tuple[SchedulerLimits, int]:
-    """How many states go beside the weights, counted before these are read."""
+) -> tuple[SchedulerLimits, int, int]:
+    """How many states go beside the weights, at work and kept, counted before the weights are read."""
     bare = skeleton(
         model_config,
         ops=ops,
@@ -107,7 +109,12 @@ def _fit(
     )
     weights = {id(p): p.numel() * p.element_size() for p in bare.parameters()}
     free = free_state_bytes(settled.device, config.gpu_memory_utilization, sum(weights.values()))
-    return settle_slots(config, settled.device, slot_bytes(recurrent(bare.state_specs)), free)
+    size = slot_bytes(recurrent(bare.state_specs))
+    limits, num_slots = settle_slots(config, settled.device, size, free)
+    if paged(bare.state_specs):  # kept states of pages come with the pages
+        return limits, num_slots, 0
+    left = free - (num_slots + 1) * size
+    return limits, num_slots, settle_snapshots(config, settled.device, size, left)
 
 
 def state_rounding(settled: Settled, seed: int) -> Rounding:

@@ -20,6 +20,16 @@ class EngineStats:
         steps: model steps.
         finished: answers that ended, by finish reason.
         errors: those with "error".
+        prefix_hit: prompts that began from a kept state.
+        prefix_no_snapshot: prompts whose beginning was never kept.
+        prefix_evicted: prompts whose kept state was given up for want of room.
+        prefix_salted_away: prompts whose beginning is kept under another salt.
+        prefix_pages_gone: prompts whose kept state lost its pages of keys and values.
+        prefix_prompt_logprobs: prompts computed whole because every position's log-probability was wanted.
+        kept_states: states that are kept, wherever.
+        device_state_bytes, host_state_bytes, disk_state_bytes: what they take.
+        states_given_up: kept states that went for want of room.
+        states_damaged: files of states that were left aside.
     """
 
     running: int
@@ -34,6 +44,18 @@ class EngineStats:
     errors: int
     free_pages: int = 0
     used_pages: int = 0
+    prefix_hit: int = 0
+    prefix_no_snapshot: int = 0
+    prefix_evicted: int = 0
+    prefix_salted_away: int = 0
+    prefix_pages_gone: int = 0
+    prefix_prompt_logprobs: int = 0
+    kept_states: int = 0
+    device_state_bytes: int = 0
+    host_state_bytes: int = 0
+    disk_state_bytes: int = 0
+    states_given_up: int = 0
+    states_damaged: int = 0
 
     @property
     def num_slots(self) -> int:

@@ -22,6 +22,7 @@ class _Page:
     prompt_logprobs: list[PositionLogprobs | None] | None
     metrics: RequestMetrics
     finished: bool = field(default=False)
+    num_cached_tokens: int = 0
 
     def output(self) -> RequestOutput:
         return RequestOutput(
@@ -31,6 +32,7 @@ class _Page:
             prompt_logprobs=self.prompt_logprobs,
             outputs=[answer.output() for answer in self.answers],
             finished=self.finished,
+            num_cached_tokens=self.num_cached_tokens,
             metrics=self.metrics,
         )
 
@@ -75,6 +77,10 @@ class OutputBook:
         metrics = self._pages[request_id].metrics
         if metrics.first_scheduled_time is None:
             metrics.first_scheduled_time = time.monotonic()
+
+    def cached(self, request_id: str, tokens: int) -> None:
+        """So many of its prompt's tokens needed no computing."""
+        self._pages[request_id].num_cached_tokens = tokens
 
     def update(self, result: StepResult) -> list[Sequence]:
         """Enter a step's tokens; returns the sequences that end with it."""

@@ -45,7 +45,9 @@ def make_request(
     if max_tokens != params.max_tokens:
         least = min(params.min_tokens, max_tokens)
         params = dataclasses.replace(params, max_tokens=max_tokens, min_tokens=least)
-    return Request(request_id, ids, params, prompt=text, priority=read_priority(priority))
+    return Request(
+        request_id, ids, params, prompt=text, priority=read_priority(priority), cache_salt=read_salt(prompt)
+    )
 
 
 def read_prompt(prompt: PromptInput, tokenizer: Tokenizer | None) -> tuple[str | None, tuple[int, ...]]:
@@ -53,10 +55,11 @@ def read_prompt(prompt: PromptInput, tokenizer: Tokenizer | None) -> tuple[str |
     text: object = prompt
     ids: object = None
     if isinstance(prompt, dict):
-        unknown = sorted(set(prompt) - {"prompt", "prompt_token_ids"})
+        unknown = sorted(set(prompt) - {"prompt", "prompt_token_ids", "cache_salt"})
         if unknown or not prompt:
             raise RequestError(
-                f"a prompt given as a dict has 'prompt_token_ids' or 'prompt', got {sorted(prompt)!r}",
+                "a prompt given as a dict has 'prompt_token_ids' or 'prompt', and perhaps 'cache_salt', got "
+                f"{sorted(prompt)!r}",
                 param="prompt",
             )
         text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
@@ -70,6 +73,14 @@ def read_prompt(prompt: PromptInput, tokenizer: Tokenizer | None) -> tuple[str |
         instead = "Give token ids"
         raise RequestError(_NO_TOKENIZER.format(what="a text prompt", instead=instead), param="prompt")
     return text, tuple(tokenizer.encode(text))
+
+
+def read_salt(prompt: PromptInput) -> str | None:
+    """What a prompt given as a dict says of whom it shares kept states with."""
+    salt = prompt.get("cache_salt") if isinstance(prompt, dict) else None
+    if salt is not None and not (isinstance(salt, str) and salt):
+        raise RequestError(f"cache_salt must be a non-empty string, got {salt!r:.80}", param="cache_salt")
+    return salt
 
 
 def _as_ids(ids: object) -> tuple[int, ...]:

@@ -81,6 +81,7 @@ class Sequence:
             self.slot,
             self.status,
         )
+        assert self.status is Status.RUNNING or not self.pages, (self.status, self.pages)
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,7 +38,7 @@ class World:
         self.scheduler.add(Request(name, tuple(range(1, prompt + 1)), params, priority=priority))
 
     def step(self) -> Plan:
-        plan = self.scheduler.schedule()
+        plan = self.scheduler.schedule(self)
         self.check(plan)
         self.commit(plan)
         return plan
@@ -75,6 +75,9 @@ class World:
         assert sequence.status is Status.RUNNING, "its state is there"
         self.saves += 1
         return f"state of {sequence.request.request_id}"
+
+    def clear(self, sequence: Sequence) -> None:
+        assert sequence.status is Status.RUNNING, "its state is there"
 
     def run_dry(self, most: int = 10_000) -> int:
         steps = 0
@@ -190,13 +193,13 @@ def test_a_fork_takes_no_slot_from_a_request_that_is_before_it() -> None:
     world.add("urgent", answer=3, priority=0)
     world.step()
     assert world.forked == [], "the queue's head is before it"
-    assert names(world.scheduler.schedule()) == ["urgent"]
+    assert names(world.scheduler.schedule(world)) == ["urgent"]
 
 
 def test_an_answer_that_outlives_the_first_one_keeps_its_state() -> None:
     world = World(slots=3, seqs=3)
     world.add("many", answer=3, n=2)
-    plan = world.scheduler.schedule()
+    plan = world.scheduler.schedule(world)
     (chunk,) = plan.prefill
     world.scheduler.commit(plan, dict.fromkeys(chunk.answers, 7), [chunk.sequence], world)
     assert world.forked == [1], "forked while the first one had its slot: fork() looks"
@@ -246,7 +249,7 @@ def test_abort_gives_everything_back_whenever_it_comes(when: str) -> None:
     steps = {"waiting": 1, "mid-prefill": 1, "decoding": 4, "answers queued": 3, "planned": 1}[when]
     for _ in range(steps):
         world.step()
-    plan = world.scheduler.schedule() if when == "planned" else None
+    plan = world.scheduler.schedule(world) if when == "planned" else None
     before = len(world.ended)
     assert world.scheduler.abort("a")
     assert not world.scheduler.abort("a"), "an id is live or it is not"
@@ -305,7 +308,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(pick=st.integers(0, 1000), planned=st.booleans())
     def abort(self, pick: int, planned: bool) -> None:
         name = self.names[pick % len(self.names)]
-        plan = self.world.scheduler.schedule() if planned else None
+        plan = self.world.scheduler.schedule(self.world) if planned else None
         self.world.scheduler.abort(name)
         if plan is not None:
             self.world.commit(plan)

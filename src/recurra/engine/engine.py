@@ -164,7 +164,7 @@ class LLMEngine:
             self._reuse.forget(sequence)
 
     def _launch(self) -> Launched | None:
-        plan = self.scheduler.schedule()
+        plan = self.scheduler.schedule(self.runner)
         return self.runner.launch(plan) if plan else None
 
     def _launch_ahead(self, launched: Launched) -> None:

@@ -143,7 +143,11 @@ class Runner:
         """Forget a sequence that ended; its slot is left as zeros."""
         self.sampler.forget(sequence)
         if sequence.slot != SCRATCH_SLOT:
-            self.pool.reset(sequence.slot)
+            self.clear(sequence)
+
+    def clear(self, sequence: Sequence) -> None:
+        """Leave a sequence's slot as zeros; what its pages hold is overwritten before it is read."""
+        self.pool.reset(sequence.slot)
 
     def _launch(self, plan: Plan, step: StepBatch, ahead: int) -> Launched:
         self.pool.rounding.advance()

@@ -5,42 +5,51 @@ Slots never run out: what finds none free waits. Answers 2 to n of a request wai
 prompt and take their first token from its logits. Those whose turn it is and who find a slot then get a
 fork of its state; the others join the queue with a snapshot of it.
 
->>> plan = scheduler.schedule()
+Pages of keys and values (in models with attention) grow with a sequence and may run out. Then the youngest
+sequence is preempted: it goes back to its place in the queue with a snapshot, and goes on from it later as if
+nothing had been. One that has no token of its answer yet may be computed anew instead, where that is cheaper.
+
+>>> plan = scheduler.schedule(states)
 >>> scheduler.commit(plan, tokens, finished, states)
 """
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Protocol
 
 from recurra.cache.alloc import SlotAllocator
 from recurra.config.scheduler import SchedulerLimits
+from recurra.engine.paging import Paging
+from recurra.engine.queue import Entry, Snapshot, WaitingQueue
 from recurra.engine.reuse import NoReuse
 from recurra.errors import QueueFullError, RequestError
 from recurra.types import SCRATCH_SLOT, Request, Sequence, Status
 
-#: A saved state, opaque here.
-Snapshot = Any
-
 
 class States(Protocol):
-    """What can be done with the state of a sequence that holds a slot."""
+    """What can be done with the state of a sequence that holds a slot, and perhaps pages."""
 
     def fork(self, source: Sequence, target: Sequence) -> None:
-        """Copy the state of one into the slot of another."""
+        """Copy the state of one into the slot of another, and into those pages that they don't share."""
 
     def save(self, sequence: Sequence) -> Snapshot:
-        """Copy a state out, where it takes no slot."""
+        """Copy a state and the pages of what is computed out, where they take neither slot nor page."""
+
+    def clear(self, sequence: Sequence) -> None:
+        """Leave nothing in the slot."""
 
 
 class Reuse(Protocol):
     """Where prompts begin, and where their pieces end: see :mod:`recurra.engine.reuse`."""
 
     def admit(self, sequence: Sequence) -> Snapshot | None:
-        """A state to begin from; ``sequence.num_computed`` is set to what it has seen."""
+        """A state to begin from; ``sequence.num_computed`` is set to what it has seen.
+
+        In a model with attention ``sequence.pages`` is set too, with a holder more for each page, and a page for
+        the next token can be had.
+        """
 
     def next_stop(self, sequence: Sequence) -> int:
         """Where the next piece must end at the latest."""
@@ -94,17 +103,6 @@ class Plan:
         return len(self.decode) + sum(chunk.length for chunk in self.prefill)
 
 
-@dataclass(order=True, slots=True)
-class _Entry:
-    """A place in the queue: by priority, then by arrival, then by answer."""
-
-    priority: int
-    order: int
-    index: int
-    sequence: Sequence = field(compare=False)
-    snapshot: Snapshot = field(default=None, compare=False)
-
-
 @dataclass(slots=True)
 class _Live:
     """An unfinished request: its answers and its place in the order of arrival."""
@@ -132,6 +130,10 @@ class Scheduler:
         slots: who holds what.
         on_finish: called with each sequence that ends, for whatever reason, while it still has its slot.
         reuse: begins prompts from kept states; None: all are computed whole.
+        paging: who holds which pages; None: the model has none.
+
+    Attributes:
+        num_preemptions: how often a sequence had to give way.
     """
 
     def __init__(
@@ -140,18 +142,19 @@ class Scheduler:
         slots: SlotAllocator,
         on_finish: Callable[[Sequence], None] = _nothing,
         reuse: Reuse | None = None,
+        paging: Paging | None = None,
     ) -> None:
         self.limits = limits
+        self.paging = paging or Paging.none()
+        self.num_preemptions = 0
         self._reuse: Reuse = reuse or NoReuse()
         self.slots = slots
         self._on_finish = on_finish
         self._live: dict[str, _Live] = {}
-        self._queue: list[_Entry] = []  # a heap; entries of finished sequences stay until they surface
+        self._queue = WaitingQueue()
         self._prefilling: dict[Sequence, None] = {}
         self._decoding: dict[Sequence, None] = {}
         self._arrivals = 0
-        self._queued = 0  # live entries
-        self._queued_new = 0  # of which no token is computed yet
 
     # ---- what is there ----
 
@@ -163,12 +166,12 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         """Sequences that are ready to run and find no room."""
-        return self._queued
+        return self._queue.num_waiting
 
     @property
     def num_waiting_new(self) -> int:
         """Of those, requests that were never started: what ``max_queue_len`` limits."""
-        return self._queued_new
+        return self._queue.num_new
 
     def has_unfinished(self) -> bool:
         return bool(self._live)
@@ -183,13 +186,14 @@ class Scheduler:
 
         Raises:
             QueueFullError: as many requests wait as ``max_queue_len`` allows.
-            RequestError: its id is in use.
+            RequestError: its id is in use, or it could never have its pages.
         """
         if request.request_id in self._live:
             raise RequestError(
                 f"request_id {request.request_id!r} is in use; wait until it finished, or choose another",
                 param="request_id",
             )
+        self.paging.refuse_what_never_fits(request)
         self.check_queue()
         prompt = list(request.prompt_token_ids)
         sequences = tuple(Sequence(request, index, prompt.copy()) for index in range(request.params.n))
@@ -201,7 +205,7 @@ class Scheduler:
     def check_queue(self) -> None:
         """Raise QueueFullError where one more request would be one too many."""
         limit = self.limits.max_queue_len
-        if limit is not None and self._queued_new >= max(limit, 1):
+        if limit is not None and self._queue.num_new >= max(limit, 1):
             raise QueueFullError(limit)
 
     def abort(self, request_id: str) -> bool:
@@ -212,29 +216,35 @@ class Scheduler:
         for sequence in live.sequences:
             if sequence.status is not Status.FINISHED:
                 self._finish(sequence)
-        self._compact()
+        self._queue.compact()
         return True
 
     # ---- the step ----
 
-    def schedule(self) -> Plan:
+    def schedule(self, states: States) -> Plan:
         """Choose the next step's rows: decoding first, then started prompts, then the queue.
 
         Where decoding alone would fill the budget, a quarter is kept for prompts, and the decoding
-        sequences take turns.
+        sequences take turns. Where pages are short the youngest sequences are preempted, and nobody is admitted.
+
+        Args:
+            states: saves and clears the states of those that are preempted.
         """
+        preemptions = self.num_preemptions
         budget = self.limits.max_num_batched_tokens
         for sequence in [s for s in self._prefilling if _is_decode(s)]:
             del self._prefilling[sequence]
             self._decoding[sequence] = None
         reserve = max(1, budget // 4) if self._prefilling or self._can_admit() else 0
-        decode = self._take_turns(budget - reserve)
+        decode = self._with_pages(self._take_turns(budget - reserve), states)
         budget -= len(decode)
         chunks: list[PrefillChunk] = []
-        for sequence in self._prefilling:
-            if budget == 0:
-                break
-            budget -= self._append_chunk(chunks, sequence, budget)
+        for sequence in list(self._prefilling):
+            if budget > 0 and sequence.status is Status.RUNNING and self._make_room(sequence, states):
+                budget -= self._append_chunk(chunks, sequence, budget)
+        if self.num_preemptions > preemptions:
+            decode = [s for s in decode if s.status is Status.RUNNING]
+            return Plan((), tuple(decode), tuple(c for c in chunks if c.sequence.status is Status.RUNNING))
         restores = []
         while budget > 0 and self._can_admit():
             entry = self._admit()
@@ -265,6 +275,8 @@ class Scheduler:
         going_on = tuple(
             s for s in rows if len(s.token_ids) + 1 - s.num_prompt < (s.request.params.max_tokens or 0)
         )
+        if not all(self.paging.grow(s, s.num_computed + 2) for s in going_on):
+            return None
         return Plan((), going_on, ()) if going_on else None
 
     def commit(
@@ -313,8 +325,9 @@ class Scheduler:
         for chunk in plan.prefill if plan else ():
             chunk.sequence.check()
         if not self._live:
-            assert self._queued == self._queued_new == self.num_running == 0, self
+            assert self.num_waiting == self.num_waiting_new == self.num_running == 0, self
             self.slots.check()
+            self.paging.allocator.check()
 
     # ---- parts of a step ----
 
@@ -330,6 +343,10 @@ class Scheduler:
     def _append_chunk(self, chunks: list[PrefillChunk], sequence: Sequence, budget: int) -> int:
         start = sequence.num_computed
         length = min(budget, self._reuse.next_stop(sequence) - start)
+        if not self.paging.grow(sequence, start + length):
+            length = self.paging.within_reach(sequence) - start
+            assert length > 0, "room was made for one token"
+            self.paging.grow(sequence, start + length)
         answers = self._live[sequence.request.request_id].sequences
         chunks.append(PrefillChunk(sequence, start, length, answers))
         return length
@@ -347,46 +364,107 @@ class Scheduler:
             if answer.status is Status.FINISHED:
                 continue
             answer.num_computed = chunk.end
-            if snapshot is None and self._is_next(answer):
+            if snapshot is None and self._is_next(answer) and self.paging.can_fork(chunk.sequence):
                 self._hold(answer, self._decoding)
+                self.paging.fork(chunk.sequence, answer)
                 states.fork(chunk.sequence, answer)
                 continue
             if snapshot is None:
                 snapshot = states.save(chunk.sequence)
             self._enqueue(answer, snapshot)
 
+    # ---- pages ----
+
+    def _with_pages(self, decode: list[Sequence], states: States) -> list[Sequence]:
+        """Those that have, or can get, the page of their next token. The youngest may have to stand still."""
+        if not self.paging.is_used:
+            return decode
+        short = [s for s in decode if not self.paging.grow(s, s.num_computed + 1)]
+        for sequence in sorted(short, key=self._age):
+            if sequence.status is Status.RUNNING:
+                self._make_room(sequence, states)
+        ready = [s for s in decode if s.status is Status.RUNNING and self.paging.holds(s, s.num_computed + 1)]
+        if decode and not ready:  # whose turn it is can't go on: somebody must
+            oldest = min(self._decoding, key=self._age)
+            ready = [oldest] if self._make_room(oldest, states) else []
+        return ready
+
+    def _make_room(self, sequence: Sequence, states: States) -> bool:
+        """Get a running sequence the page of its next token, from younger ones if need be."""
+        while not self.paging.grow(sequence, sequence.num_computed + 1):
+            holders = (s for s in (*self._prefilling, *self._decoding) if s.pages)
+            youngest = max(holders, key=self._age, default=sequence)
+            if self._age(youngest) <= self._age(sequence):
+                return False
+            self._preempt(youngest, states)
+        return True
+
+    def _preempt(self, sequence: Sequence, states: States) -> None:
+        """Put a running sequence back to its place in the queue."""
+        begun = len(sequence.token_ids) > sequence.num_prompt
+        scored = sequence.request.params.prompt_logprobs is not None  # what was given isn't given again
+        anew = not begun and not scored and self.paging.cost.is_above_computing(sequence)
+        snapshot = None if anew else states.save(sequence)
+        states.clear(sequence)
+        self._let_go(sequence)
+        sequence.status = Status.WAITING
+        if anew:
+            sequence.num_computed = 0
+        self.num_preemptions += 1
+        self._enqueue(sequence, snapshot)
+
+    def _let_go(self, sequence: Sequence) -> None:
+        """Take slot and pages from a running sequence."""
+        self._prefilling.pop(sequence, None)
+        self._decoding.pop(sequence, None)
+        self.slots.free(sequence.slot)
+        sequence.slot = SCRATCH_SLOT
+        self.paging.release(sequence)
+
     # ---- the queue ----
 
-    def _entry(self, sequence: Sequence, snapshot: Snapshot) -> _Entry:
+    def _age(self, sequence: Sequence) -> tuple[int, int, int]:
+        """What sequences are ordered by: the least goes first, and gives way last."""
         request = sequence.request
-        order = self._live[request.request_id].order
-        return _Entry(request.priority, order, sequence.index, sequence, snapshot)
+        return request.priority, self._live[request.request_id].order, sequence.index
+
+    def _entry(self, sequence: Sequence, snapshot: Snapshot) -> Entry:
+        return Entry(*self._age(sequence), sequence, snapshot)
 
     def _enqueue(self, sequence: Sequence, snapshot: Snapshot) -> None:
-        heapq.heappush(self._queue, self._entry(sequence, snapshot))
-        self._queued += 1
-        self._queued_new += snapshot is None
+        self._queue.push(self._entry(sequence, snapshot))
 
     def _has_room(self) -> bool:
         """There is a slot and a row for one more."""
         return self.slots.num_free > 0 and self.num_running < self.limits.max_num_seqs
 
     def _can_admit(self) -> bool:
-        """Somebody waits, and there is room."""
-        return self._queued > 0 and self._has_room()
+        """Somebody waits, and there is room, with pages for a first piece; others keep some to grow into."""
+        if self._queue.num_waiting == 0 or not self._has_room():
+            return False
+        entry = self._queue.head()
+        assert entry is not None, "num_waiting counts live entries"
+        return not self.paging.is_used or self._has_pages(entry)
+
+    def _has_pages(self, entry: Entry) -> bool:
+        sequence = entry.sequence
+        piece = min(self.limits.max_num_batched_tokens, sequence.num_prompt) if entry.snapshot is None else 1
+        need = self.paging.allocator.pages_for(sequence.num_computed + piece)
+        return self.paging.can_have(need, self.paging.reserve if self.num_running else 0)
 
     def _is_next(self, answer: Sequence) -> bool:
         """There is room for a further answer, and nobody in the queue is before it."""
-        self._drop_finished()
-        return self._has_room() and not (self._queue and self._queue[0] < self._entry(answer, None))
+        head = self._queue.head()
+        return self._has_room() and not (head is not None and head < self._entry(answer, None))
 
-    def _admit(self) -> _Entry:
-        """Give the first in the queue a slot."""
-        self._drop_finished()
-        entry = heapq.heappop(self._queue)
-        self._queued -= 1
-        self._queued_new -= entry.snapshot is None
-        self._hold(entry.sequence, self._prefilling if entry.snapshot is None else self._decoding)
+    def _admit(self) -> Entry:
+        """Give the first in the queue a slot, and pages for what its snapshot holds and one token more."""
+        entry = self._queue.pop()
+        sequence = entry.sequence
+        begun = sequence.num_computed >= sequence.num_prompt
+        self._hold(sequence, self._decoding if begun else self._prefilling)
+        if entry.snapshot is not None:
+            self.paging.grow(sequence, sequence.num_computed + 1)
         return entry
 
     def _hold(self, sequence: Sequence, running: dict[Sequence, None]) -> None:
@@ -395,30 +473,15 @@ class Scheduler:
         sequence.status = Status.RUNNING
         running[sequence] = None
 
-    def _drop_finished(self) -> None:
-        """Take entries of finished sequences off the head of the queue."""
-        while self._queue and self._queue[0].sequence.status is Status.FINISHED:
-            heapq.heappop(self._queue)
-
-    def _compact(self) -> None:
-        """Drop entries of finished sequences once they are the greater part."""
-        if len(self._queue) > 2 * self._queued + 64:
-            self._queue = [e for e in self._queue if e.sequence.status is not Status.FINISHED]
-            heapq.heapify(self._queue)
-
     # ---- the end of a sequence ----
 
     def _finish(self, sequence: Sequence) -> None:
         """The only way out: whatever the sequence held is given back."""
         self._on_finish(sequence)
         if sequence.status is Status.RUNNING:
-            self._prefilling.pop(sequence, None)
-            self._decoding.pop(sequence, None)
-            self.slots.free(sequence.slot)
-            sequence.slot = SCRATCH_SLOT
+            self._let_go(sequence)
         elif self._is_queued(sequence):
-            self._queued -= 1
-            self._queued_new -= sequence.num_computed == 0
+            self._queue.forget(sequence)
         sequence.status = Status.FINISHED
         request_id = sequence.request.request_id
         if all(s.status is Status.FINISHED for s in self._live[request_id].sequences):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
 from torch import Tensor, nn
 
 from recurra.cache.spec import AnySpec, ConvSSM, LayerState
@@ -34,15 +33,11 @@ TIED = ("lm_head.weight", "backbone.embeddings.weight")
 
 
 class Block(nn.Module):
-    """``residual + mixer(norm(residual))``: (T, hidden) to the same, in the residual stream's dtype."""
+    """A norm and a mixer; what is between the blocks, the residual stream, is the stack's."""
 
-    def __init__(self, norm: RMSNorm, mixer: MambaMixer | MambaMixer2, act: torch.dtype) -> None:
+    def __init__(self, norm: RMSNorm, mixer: MambaMixer | MambaMixer2) -> None:
         super().__init__()
-        self.norm, self.mixer, self._act = norm, mixer, act
-
-    def forward(self, residual: Tensor, batch: ForwardBatch, state: ConvSSM) -> Tensor:
-        x = self.norm(residual).to(self._act)
-        return residual + mix(self.mixer, x, batch, state)
+        self.norm, self.mixer = norm, mixer
 
 
 class MambaStack(nn.Module):
@@ -56,13 +51,12 @@ class MambaStack(nn.Module):
         ops, dtypes, device = parts.ops, parts.dtypes, parts.device
         self.vocab_size = config.vocab_size
         self.chunk_size = CPU_CHUNK if device.type == "cpu" else GPU_CHUNK
-        self._dtypes = dtypes
+        self._dtypes, self._add_rms_norm = dtypes, ops.add_rms_norm
         self.embedding = Embedding(config.vocab_size, width, dtypes=dtypes, device=device)
         self.layers = nn.ModuleList(
             Block(
                 RMSNorm(width, eps, ops=ops, dtypes=dtypes, device=device),
                 mixer(),
-                dtypes.act,
             )
             for _ in range(config.num_layers)
         )
@@ -78,12 +72,15 @@ class MambaStack(nn.Module):
 
     def forward(self, batch: ForwardBatch, states: tuple[LayerState, ...]) -> Tensor:
         """Hidden vectors (T, hidden) after the final norm; ``states`` are read and written in place."""
+        blocks, act = self.blocks, self._dtypes.act
         residual: Tensor = self.embedding(batch.token_ids).to(self._dtypes.residual)
-        for block, state in zip(self.blocks, states, strict=True):
+        x = blocks[0].norm(residual).to(act)
+        following = (*(block.norm for block in blocks[1:]), self.norm_f)
+        for block, state, norm in zip(blocks, states, following, strict=True):
             assert isinstance(state, ConvSSM)
-            residual = block(residual, batch, state)
-        hidden: Tensor = self.norm_f(residual)
-        return hidden.to(self._dtypes.act)
+            y = mix(block.mixer, x, batch, state)
+            x, residual = self._add_rms_norm(y, residual, norm.weight, norm.eps)
+        return x
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Scores (R, vocabulary), float32 (float64 if hidden is), of hidden vectors (R, hidden)."""

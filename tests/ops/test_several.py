@@ -197,24 +197,27 @@ def test_narrow_states_are_rounded_once_where_they_are_kept(backend: Backend, dt
     assert kept.any()
 
 
-def test_padding_of_states(backend: Backend) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn], ids=str)
+def test_padding_of_states(backend: Backend, dtype: torch.dtype) -> None:
     op = backend.op("selective_state_update_varlen")
     device = backend.device
     case = SSDCase.draw(3, 1, 2, 4, 1, 4).to(Precision(torch.float32, torch.float32), device)
     for pad, slots, live in ((0, [0, 1, -1], 1), (-1, [-1, 0, -1], 0)):
-        state = torch.full((2, *case.state.shape[1:]), float("nan"), device=device)
-        state[live] = case.state[0]
+        state = torch.full((2, *case.state.shape[1:]), float("nan"), device=device).to(dtype)
+        state[live] = case.state[0].to(dtype)
+        before = state[live].float().clone()
+        scale = torch.ones(state.shape[:-1], dtype=torch.bfloat16, device=device)
         marks = _ints(slots, device)
         y = op(
             state, case.x, case.dt, case.A, case.B, case.C, case.D, None, case.dt_bias, bounds((1, 1, 1), device),
-            marks, marks[:, None], pad_slot=pad,
+            marks, marks[:, None], pad_slot=pad, state_scale=None if dtype == torch.float32 else scale,
         )  # fmt: skip
         assert not y[0].any()
         assert not y[2].any()
         assert y[1].isfinite().all()
         assert y[1].any()
-        assert state[1 - live].isnan().all()
-        assert not torch.equal(state[live], case.state[0])
+        assert state[1 - live].float().isnan().all()
+        assert not torch.equal(state[live].float(), before)
 
 
 @pytest.mark.gpu

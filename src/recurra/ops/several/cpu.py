@@ -12,6 +12,7 @@ from torch import Tensor
 from recurra.ops.conv1d.cpu import causal_conv1d_varlen
 from recurra.ops.rounding import NEAREST, Rounding, check_state
 from recurra.ops.rounding.cpu import store_states, widen_states
+from recurra.ops.several.first_slot import store_everywhere
 from recurra.ops.ssm.cpu import selective_state_update
 from recurra.types import SCRATCH_SLOT, Chunks
 
@@ -115,7 +116,7 @@ def selective_state_update_varlen(
         )  # fmt: skip
         written = targets[rows[live], j]
         kept = _live(written, pad_slot)
-        _keep(ssm_state, state_scale, written[kept], work[slots[kept].long()], rounding)
+        _keep(ssm_state, state_scale, written[kept], work[slots[kept].long()], rounding, pad_slot)
     return out
 
 
@@ -124,8 +125,12 @@ def _whole_rows(state: Tensor) -> Tensor:
     return state
 
 
-def _keep(state: Tensor, scale: Tensor | None, slots: Tensor, value: Tensor, rounding: Rounding) -> None:
+def _keep(
+    state: Tensor, scale: Tensor | None, slots: Tensor, value: Tensor, rounding: Rounding, pad_slot: int
+) -> None:
     if slots.shape[0] == 0:
         return
     every = torch.arange(slots.shape[0] + 1, dtype=torch.int32)
-    store_states(state, scale, slots.to(torch.int32).contiguous(), value, every, rounding)
+    store_everywhere(
+        store_states, state, scale, slots.to(torch.int32).contiguous(), value, every, rounding, pad_slot
+    )

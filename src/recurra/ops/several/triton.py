@@ -13,6 +13,7 @@ from torch import Tensor
 
 from recurra.ops.rounding import NEAREST, SCALED, Rounding
 from recurra.ops.rounding.triton import store_states, widen_states
+from recurra.ops.several.first_slot import store_everywhere
 from recurra.ops.triton_math import decay_of, silu, step_size
 from recurra.types import SCRATCH_SLOT
 
@@ -330,5 +331,7 @@ def selective_state_update_varlen(
     _run(copies, *operands, (cu_seqlens, read, write), -1, dt_softplus, dt_limit)
     bounds = torch.cat([kept.new_zeros(1, dtype=torch.int32), kept.flatten().cumsum(0, dtype=torch.int32)])
     safe_targets = torch.where(kept, targets, 0).flatten().to(torch.int32)
-    store_states(ssm_state, state_scale, safe_targets, copies[rows:], bounds, rounding)
+    store_everywhere(
+        store_states, ssm_state, state_scale, safe_targets, copies[rows:], bounds, rounding, pad_slot
+    )
     return out

@@ -74,7 +74,7 @@ class MambaStack(nn.Module):
         """Hidden vectors (T, hidden) after the final norm; ``states`` are read and written in place."""
         blocks, act = self.blocks, self._dtypes.act
         residual: Tensor = self.embedding(batch.token_ids).to(self._dtypes.residual)
-        x = blocks[0].norm(residual).to(act)
+        x: Tensor = blocks[0].norm(residual).to(act)
         following = (*(block.norm for block in blocks[1:]), self.norm_f)
         for block, state, norm in zip(blocks, states, following, strict=True):
             assert isinstance(state, ConvSSM)

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from recurra.ops.dependent import await_before, launch_options, release
+from recurra.ops.triton_dependent import await_before, launch_options, release
 
 
 @triton.jit

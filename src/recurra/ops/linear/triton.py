@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from recurra.ops.dependent import await_before, launch_options, release
 from recurra.ops.linear.torch import linear as library_linear
+from recurra.ops.triton_dependent import await_before, launch_options, release
 
 #: Most rows of x that a program multiplies with its part of the weight.
 MOST_ROWS = 1

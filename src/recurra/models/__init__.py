@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import logging
 from importlib import import_module
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from recurra.layers.dtypes import Dtypes
 from recurra.models.config import NAMES, Fields, Layout, ModelConfig, model_config, read_fields
 from recurra.models.family import Build, CausalLM, Family
 from recurra.models.files import WeightFiles, find_pickle, find_safetensors
+from recurra.models.quant_files import QuantisedFiles
 from recurra.models.weights import FLOATS, Progress, draw, load
 from recurra.ops import Ops
 
@@ -30,11 +32,14 @@ __all__ = [
     "skeleton",
 ]
 
+log = logging.getLogger("recurra.models")
+
 #: Architecture to the family that serves it, as ``module:name``; a module is imported when it is needed.
 ARCHITECTURES = {
     "MambaForCausalLM": "recurra.models.mamba:MAMBA",
     "FalconMambaForCausalLM": "recurra.models.mamba:FALCON_MAMBA",
     "Mamba2ForCausalLM": "recurra.models.mamba2:MAMBA2",
+    "MiniMaxForCausalLM": "recurra.models.minimax:MINIMAX",
     "Lfm2ForCausalLM": "recurra.models.lfm2:LFM2",
     "Lfm2MoeForCausalLM": "recurra.models.lfm2:LFM2_MOE",
     "BambaForCausalLM": "recurra.models.bamba:BAMBA",
@@ -43,6 +48,7 @@ ARCHITECTURES = {
     "JambaForCausalLM": "recurra.models.jamba:JAMBA",
     "NemotronHForCausalLM": "recurra.models.nemotron_h:NEMOTRON_H",
     "NemotronHPuzzleForCausalLM": "recurra.models.nemotron_h:NEMOTRON_H",
+    "Qwen3NextForCausalLM": "recurra.models.qwen3_next:QWEN3_NEXT",
     "ZambaForCausalLM": "recurra.models.zamba:ZAMBA",
     "Zamba2ForCausalLM": "recurra.models.zamba2:ZAMBA2",
 }
@@ -52,6 +58,7 @@ MODEL_TYPES = {
     "mamba": "MambaForCausalLM",
     "falcon_mamba": "FalconMambaForCausalLM",
     "mamba2": "Mamba2ForCausalLM",
+    "minimax": "MiniMaxForCausalLM",
     "lfm2": "Lfm2ForCausalLM",
     "lfm2_moe": "Lfm2MoeForCausalLM",
     "bamba": "BambaForCausalLM",
@@ -60,6 +67,7 @@ MODEL_TYPES = {
     "jamba": "JambaForCausalLM",
     "nemotron_h": "NemotronHForCausalLM",
     "nemotron_h_puzzle": "NemotronHPuzzleForCausalLM",
+    "qwen3_next": "Qwen3NextForCausalLM",
     "zamba": "ZambaForCausalLM",
     "zamba2": "Zamba2ForCausalLM",
 }
@@ -145,6 +153,8 @@ def load_model(
         draw(model, entries, config.num_layers, seed, progress)
     else:
         tied = family.tied if config.tie_word_embeddings else None
+        if isinstance(files, QuantisedFiles):
+            log.warning("%s: %s; they are computed in %s.", config.path, files.describe(), weight_dtype)
         load(model, entries, config.num_layers, files, tied, progress)
         files.close()
     return model.eval()
@@ -194,8 +204,12 @@ def _family(architecture: str) -> Family:
 
 def _open_files(config: ModelConfig, family: Family, load_format: str) -> WeightFiles:
     path = config.path
-    found = find_pickle(path) if load_format == "pt" else find_safetensors(path, config.layout)
-    return WeightFiles(path, found, family.renames, family.skips)
+    if load_format == "pt":
+        return WeightFiles(path, find_pickle(path), family.renames, family.skips)
+    found = find_safetensors(path, config.layout)
+    if config.quantisation is None:
+        return WeightFiles(path, found, family.renames, family.skips)
+    return QuantisedFiles(path, found, family.renames, family.skips, config.quantisation)
 
 
 def _stored_dtype(path: Path, layout: Layout, family: Family) -> torch.dtype:

@@ -10,8 +10,10 @@ from decode_stacks import States, compose, copy, mamba1_block, mamba2_block, poo
 from torch import Tensor
 
 from recurra.errors import ConfigError
-from recurra.ops.decode_stack import Mamba1Weights, Mamba2Weights, StackWeights
+from recurra.ops.decode_stack import BlockState, Mamba1Weights, Mamba2Weights, StackWeights
 from recurra.ops.decode_stack.cpu import build_decode_stack
+from recurra.ops.rounding import NEAREST, SCALE_DTYPE, SCALED, stochastic
+from recurra.ops.rounding.reference import load, store
 
 Make = Callable[[torch.dtype], tuple[Callable[[], Mamba1Weights | Mamba2Weights], int]]
 
@@ -148,3 +150,50 @@ def test_refusals() -> None:
     )
     with pytest.raises(ConfigError, match="one family"):
         build_decode_stack(mixed, states, 1)
+
+
+@pytest.mark.parametrize("by_chance", [False, True], ids=("nearest", "stochastic"))
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int8], ids=str)
+@pytest.mark.parametrize("case", ["mamba1_odd", "mamba2_odd"])
+def test_narrow_states(case: str, dtype: torch.dtype, by_chance: bool) -> None:
+    """One step of one block: outputs as exact as with float32 states, states with the error of their format."""
+    weights = _stack(case, blocks=1)
+    ids, slots, states = _inputs(weights, 5)
+    conv, start = states[0]
+    rounding = stochastic(3).of_layer(2) if by_chance else NEAREST
+    state, scale = torch.zeros(start.shape).to(dtype), torch.zeros(start.shape[:-1], dtype=SCALE_DTYPE)
+    scale.fill_(float("nan"))
+    scales = scale if dtype in SCALED else None
+    store(state, scales, slots, start[slots.long()], NEAREST)
+    held = start.clone()
+    held[slots.long()] = load(state, scales, slots, torch.float32)
+    exact, plain = copy(((conv, held),), torch.float64), copy(((conv, held),))
+    truth = compose(weights, exact, ids, slots, torch.float64)
+    theirs = compose(weights, plain, ids, slots, torch.float32)
+    mine = build_decode_stack(weights, (BlockState(conv, state, scale, rounding),), 2)(ids, slots)
+    assert _spread(mine, truth) <= 2 * max(_spread(theirs, truth), 6e-8)
+    after = exact[0][1][slots.long()]
+    state_there, scales_there = state.clone(), scale.clone()
+    store(state_there, scales_there, slots, after.float(), rounding)
+    best = load(state_there, scales_there if dtype in SCALED else None, slots, torch.float64)
+    got = load(state, scales, slots, torch.float64)
+    assert _spread(got, after) <= 1.1 * _spread(best, after)
+    assert (got != best).double().mean() < 0.02, "the same draws: they differ where float32 sums did"
+
+
+def test_a_stack_draws_afresh_each_step() -> None:
+    weights = _stack("mamba2", blocks=2)
+    ids, slots, states = _inputs(weights, 3)
+    rounding = stochastic(3)
+
+    def after(step: int) -> Tensor:
+        rounding.step.fill_(step)
+        kept = [
+            BlockState(c.clone(), s.half(), None, rounding.of_layer(i)) for i, (c, s) in enumerate(states)
+        ]
+        run = build_decode_stack(weights, tuple(kept), 1)
+        run(ids, slots)
+        return torch.stack([k.ssm[slots.long()].view(torch.int16) for k in kept])
+
+    assert torch.equal(after(0), after(0))
+    assert not torch.equal(after(0), after(1))

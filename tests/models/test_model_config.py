@@ -161,7 +161,10 @@ def test_end_tokens_of_generation_config(tmp_path: Path) -> None:
         (MAMBA2 | {"hidden_act": "gelu"}, r"hidden_act='gelu': not supported; it works with 'silu'"),
         (MAMBA2 | {"norm_before_gate": True}, r"norm_before_gate=True: not supported"),
         (MAMBA2 | {"rms_norm": False}, r"rms_norm=False: not supported"),
-        (MAMBA2 | {"quantization_config": {"bits": 4}}, r"quantization_config=.*not supported"),
+        (
+            MAMBA2 | {"quantization_config": {"quant_method": "gptq", "bits": 4}},
+            r"quant_method='gptq': unknown.*Known: fp8, fbgemm_fp8, compressed-tensors",
+        ),
         (MAMBA2 | {"embedding_multiplier": 5.6}, r"embedding_multiplier=5\.6: not supported"),
         (MAMBA2 | {"lm_head_multiplier": 0.039}, r"lm_head_multiplier=0\.039: not supported"),
         (MAMBA2 | {"attn_layer_indices": [2]}, r"attn_layer_indices=\[2\]: not supported"),

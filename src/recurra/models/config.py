@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from recurra.errors import CheckpointError
+from recurra.models.quant import Quantisation, read_quantisation
 
 
 class Layout(Enum):
@@ -47,6 +48,7 @@ class ModelConfig:
         eos_token_ids: tokens that end one, perhaps none.
         max_length: tokens that the checkpoint claims to handle, or None: a recurrent model has no limit.
         sizes: the family's numbers, read by its own file.
+        quantisation: how weights are stored, None where they are plain.
     """
 
     path: Path
@@ -64,6 +66,7 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
     max_length: int | None
     sizes: Any
+    quantisation: Quantisation | None = None
 
 
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -208,8 +211,6 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu", "swish"),
     "norm_before_gate": (False,),
     "rms_norm": (True,),
-    "quantization_config": (None,),
-    "compression_config": (None,),
     "attn_layer_idx": ([],),
     "attn_layer_indices": ([],),
     "num_experts": (1, 0),
@@ -326,6 +327,7 @@ def model_config(
         eos_token_ids=_end_tokens(path, fields),
         max_length=_max_length(fields),
         sizes=sizes,
+        quantisation=read_quantisation(fields),
     )
 
 

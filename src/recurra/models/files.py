@@ -92,7 +92,10 @@ class WeightFiles:
 
     def read(self, name: str) -> Tensor:
         """One tensor, on the CPU, as stored."""
-        stored = self.tensors[name]
+        return self.read_stored(self.tensors[name])
+
+    def read_stored(self, stored: Stored) -> Tensor:
+        """What the file holds."""
         opened = self._opened(stored.file)
         try:
             value: Tensor = (

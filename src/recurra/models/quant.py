@@ -168,7 +168,8 @@ def spread(scale: Tensor, shape: tuple[int, ...], scheme: Scheme, group_of: Tens
     if group_of is not None:
         return scale[..., group_of.long()]
     tall: Tensor = scale.repeat_interleave(by_rows, -2)[..., :rows, :]
-    return tall.repeat_interleave(by_columns, -1)[..., :columns]
+    wide: Tensor = tall.repeat_interleave(by_columns, -1)[..., :columns]
+    return wide
 
 
 def dequantise(stored: Tensor, scale: Tensor, zero_point: Tensor | None) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,8 +20,7 @@ class SnapshotPool:
         self.bytes_per_row = bytes_per_row
         self.num_rows = num_rows
         self.device = device
-        # Zeros on a CPU are pages that the system provides when they are first written.
-        self.rows = torch.zeros(num_rows, bytes_per_row, dtype=torch.uint8, device=device)
+        self.rows = _room(num_rows, bytes_per_row, device)
         self._free = list(range(num_rows - 1, -1, -1))
         self._used: set[int] = set()
 
@@ -64,3 +64,10 @@ class SnapshotPool:
         assert len(free) == len(self._free), self._free
         assert not free & self._used, (self._free, self._used)
         assert len(free) + len(self._used) == self.num_rows, (self._free, self._used)
+
+
+def _room(num_rows: int, bytes_per_row: int, device: torch.device) -> Tensor:
+    """(num_rows, bytes_per_row) uint8. On a CPU, NumPy's zeros: memory that is taken as it is first written."""
+    if device.type == "cpu":
+        return torch.from_numpy(np.zeros((num_rows, bytes_per_row), np.uint8))
+    return torch.zeros(num_rows, bytes_per_row, dtype=torch.uint8, device=device)

@@ -122,11 +122,13 @@ class Tiers:
         Returns:
             False: there is no room for it, and it is not in the tree any more.
         """
-        self.settle()
         copies = self._copies(entry)
+        entry.pins += 1  # making room must not take it
+        self.settle()
         if copies.row is None and (row := self._free_row()) is not None:
             copies.row = row
             self.rows.put_at(row, state)
+        entry.pins -= 1
         if not copies.anywhere:
             self._drop(entry, None)
             return False

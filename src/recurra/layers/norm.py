@@ -11,11 +11,14 @@ from recurra.ops import Ops
 
 
 class RMSNorm(nn.Module):
-    """``x / sqrt(mean(x^2) + eps) * weight`` over the last dimension; (rows, width) in x's dtype."""
+    """``x / sqrt(mean(x^2) + eps) * weight`` over the last dimension; (rows, width) in x's dtype.
+
+    The weight is float32 at least: some checkpoints hold its distance from one, and the sum needs more than 16 bits.
+    """
 
     def __init__(self, width: int, eps: float, *, ops: Ops, dtypes: Dtypes, device: torch.device) -> None:
         super().__init__()
-        self.weight = parameter(width, dtype=dtypes.act, device=device)
+        self.weight = parameter(width, dtype=dtypes.recurrence, device=device)
         self.eps = eps
         self._rms_norm = ops.rms_norm
 
@@ -52,11 +55,27 @@ class NormThenGate(nn.Module):
         self.weight = parameter(width, dtype=dtypes.act, device=device)
         self.group_size = group_size
         self.eps = eps
-        self._rms_norm = ops.rms_norm
+        self._rms_norm_gated = ops.rms_norm_gated
 
     def forward(self, x: Tensor, z: Tensor) -> Tensor:
-        normed = self._rms_norm(x.reshape(-1, self.group_size), None, self.eps)
-        return normed.view(x.shape) * self.weight * F.silu(z)
+        return self._rms_norm_gated(x, z, self.weight, self.eps, self.group_size, norm_before_gate=True)
+
+
+class NormThenSigmoid(nn.Module):
+    """``norm(x) * weight * sigmoid(z)``, normalised within each group of ``group_size`` columns."""
+
+    def __init__(
+        self, width: int, group_size: int, eps: float, *, ops: Ops, dtypes: Dtypes, device: torch.device
+    ) -> None:
+        super().__init__()
+        self.weight = parameter(width, dtype=dtypes.act, device=device)
+        self.group_size = group_size
+        self.eps = eps
+        self._rms_norm_gated = ops.rms_norm_gated
+
+    def forward(self, x: Tensor, z: Tensor) -> Tensor:
+        normed = self._rms_norm_gated(x, None, self.weight, self.eps, self.group_size)
+        return normed * torch.sigmoid(z)
 
 
 class Gate(nn.Module):

@@ -5,7 +5,7 @@ A family's file chooses the blocks, layer by layer; nothing here knows a family.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 import torch
@@ -18,7 +18,7 @@ from recurra.layers.norm import RMSNorm
 from recurra.models.config import ModelConfig
 from recurra.models.family import Build
 from recurra.models.stack import CPU_CHUNK, GPU_CHUNK
-from recurra.models.weights import Entry, draw_ones
+from recurra.models.weights import Entry, as_is, draw_ones
 from recurra.types import ForwardBatch
 
 
@@ -158,12 +158,14 @@ def as_layer(module: nn.Module) -> Layer:
 
 
 def outer_entries(
-    norm: str = "model.norm.weight", embedding: str = "model.embed_tokens.weight"
+    norm: str = "model.norm.weight",
+    embedding: str = "model.embed_tokens.weight",
+    convert: Callable[[Tensor], Tensor] = as_is,
 ) -> tuple[Entry, ...]:
-    """The checkpoint map of what surrounds the layers."""
+    """The checkpoint map of what surrounds the layers; ``convert`` is of the norm's weight."""
     return (
         Entry(embedding, "embedding.weight"),
-        Entry(norm, "norm_f.weight", draw=draw_ones),
+        Entry(norm, "norm_f.weight", convert, draw_ones),
         Entry("lm_head.weight", "head.weight"),
     )
 

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import replace
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 
 import torch
 
 from recurra.layers.attention import AttentionSizes
+from recurra.layers.delta import DeltaSizes
 from recurra.models.weights import (
     LAYER,
     Either,
     Entry,
     Map,
     Rows,
+    as_is,
     draw_ones,
     draw_steps,
     draw_zeros,
@@ -48,6 +50,7 @@ def attention_entries(
     *,
     out: str = "o_proj",
     norms: tuple[str, str] = ("q_norm", "k_norm"),
+    norm: Callable[[torch.Tensor], torch.Tensor] = as_is,
 ) -> tuple[Entry, ...]:
     """Separate q, k and v projections into the rows of one, the output projection, and norms by head.
 
@@ -55,6 +58,7 @@ def attention_entries(
         stored: prefix of the names in the checkpoint, such as ``model.layers.{i}.self_attn``.
         target: path of the :class:`recurra.layers.attention.Attention`, such as ``layers.{i}.mixer``.
         out: name of the output projection in the checkpoint; ``norms`` of the norms.
+        norm: from their stored weights to what they multiply by.
     """
     q, kv = sizes.q_rows, sizes.kv_rows
     places = (("q_proj", Rows(0, q)), ("k_proj", Rows(q, kv)), ("v_proj", Rows(q + kv, kv)))
@@ -66,8 +70,8 @@ def attention_entries(
     found += [
         Entry(f"{stored}.{out}.weight", f"{target}.o_proj.weight"),
         Entry(f"{stored}.{out}.bias", f"{target}.o_proj.bias", draw=draw_zeros),
-        Entry(f"{stored}.{norms[0]}.weight", f"{target}.q_norm.weight", draw=draw_ones),
-        Entry(f"{stored}.{norms[1]}.weight", f"{target}.k_norm.weight", draw=draw_ones),
+        Entry(f"{stored}.{norms[0]}.weight", f"{target}.q_norm.weight", norm, draw_ones),
+        Entry(f"{stored}.{norms[1]}.weight", f"{target}.k_norm.weight", norm, draw_ones),
     ]
     return tuple(found)
 
@@ -162,4 +166,72 @@ def mamba2_entries(stored: str, target: str) -> tuple[Entry, ...]:
         Entry(f"{stored}.norm.weight", f"{target}.norm.weight", draw=draw_ones),
         Entry(f"{stored}.out_proj.weight", f"{target}.out_proj.weight"),
         Entry(f"{stored}.out_proj.bias", f"{target}.out_proj.bias", draw=draw_zeros),
+    )
+
+
+def side_by_side(stored: str, target: str, parts: Iterable[tuple[str, int]]) -> tuple[Entry, ...]:
+    """Projections that become the rows of one, in this order.
+
+    Args:
+        stored: prefix of the names in the checkpoint; ``target``: path of the weight.
+        parts: name and rows of each projection.
+    """
+    found, first = [], 0
+    for name, count in parts:
+        found.append(Entry(f"{stored}.{name}.weight", target, part=Rows(first, count)))
+        first += count
+    return tuple(found)
+
+
+@dataclass(frozen=True, slots=True)
+class Regroup:
+    """Rows that are stored group by group, each group with ``counts`` rows of several kinds, to kind by kind."""
+
+    groups: int
+    counts: tuple[int, ...]
+
+    def __call__(self, value: torch.Tensor) -> torch.Tensor:
+        if value.shape[0] != self.groups * sum(self.counts):
+            return value  # the loader complains about its shape
+        grouped = value.view(self.groups, sum(self.counts), *value.shape[1:])
+        kinds = torch.split(grouped, list(self.counts), dim=1)
+        return torch.cat([kind.flatten(0, 1) for kind in kinds])
+
+
+@dataclass(frozen=True, slots=True)
+class Repeat:
+    """A vector of one head to the same for each of ``heads``."""
+
+    heads: int
+
+    def __call__(self, value: torch.Tensor) -> torch.Tensor:
+        return value.repeat(self.heads) if value.dim() == 1 else value
+
+
+def head_decays(value: torch.Tensor) -> torch.Tensor:
+    """A = -exp(A_log), one a head however many dimensions of one it is stored with."""
+    return negative_exp(value.flatten())
+
+
+def delta_entries(
+    sizes: DeltaSizes, stored: str, target: str, *, norm: str = "norm", out: str = "out_proj"
+) -> Map:
+    """A delta mixer but for its projections of the input; the filters of q, k and v stacked or apart.
+
+    Args:
+        stored, target: prefixes of names in the checkpoint and of the :class:`recurra.layers.delta.DeltaMixer`.
+        norm, out: names of the gated norm and the output projection in the checkpoint.
+    """
+    filter_ = f"{target}.conv1d.weight"
+    apart = (
+        Entry(f"{stored}.q_conv1d.weight", filter_, filters, part=Rows(0, sizes.keys)),
+        Entry(f"{stored}.k_conv1d.weight", filter_, filters, part=Rows(sizes.keys, sizes.keys)),
+        Entry(f"{stored}.v_conv1d.weight", filter_, filters, part=Rows(2 * sizes.keys, sizes.values)),
+    )
+    return (
+        Either(((Entry(f"{stored}.conv1d.weight", filter_, filters),), apart)),
+        Entry(f"{stored}.A_log", f"{target}.A", head_decays, draw_decays),
+        Entry(f"{stored}.dt_bias", f"{target}.dt_bias", draw=draw_steps),
+        Entry(f"{stored}.{norm}.weight", f"{target}.norm.weight", Repeat(sizes.value_heads), draw_ones),
+        Entry(f"{stored}.{out}.weight", f"{target}.out_proj.weight"),
     )

@@ -36,6 +36,11 @@ def negative_exp(value: Tensor) -> Tensor:
     return -torch.exp(wide)
 
 
+def one_plus(value: Tensor) -> Tensor:
+    """Weights of norms that multiply by ``1 + w``, in float32 at least: 16 bits would round the sum."""
+    return 1.0 + (value if value.dtype == torch.float64 else value.float())
+
+
 def filters(value: Tensor) -> Tensor:
     """Depthwise filters (channels, 1, W), or (channels, W, 1) in some exports, to (channels, W)."""
     if value.dim() == 3 and value.shape[1] == 1:

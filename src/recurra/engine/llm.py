@@ -15,6 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from recurra.config.engine import EngineConfig
 from recurra.engine.engine import LLMEngine
 from recurra.engine.prompts import make_request, read_priority
+from recurra.engine.sessions import State, continued, load_state, save_state
 from recurra.errors import RequestError
 from recurra.sampling_params import SamplingParams
 from recurra.types import PromptInput, RequestOutput
@@ -61,6 +62,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
         priority: Sequence[int] | None = None,
+        state: State | Sequence[State] | None = None,
     ) -> list[RequestOutput]:
         """Answer prompts.
 
@@ -71,14 +73,19 @@ class LLM:
                 :meth:`get_default_sampling_params`.
             use_tqdm: show a progress bar.
             priority: one for each prompt, lower first.
+            state: what the prompts go on from, one for all or one for each: they are texts after its text,
+                which is not computed again.
 
         Returns:
             an output for each prompt, in their order.
 
         Raises:
             RequestError: a prompt or its parameters can't be served; nothing was queued.
+            StateError: ``state`` is another model's.
         """
         work = _as_list(prompts)
+        if state is not None:
+            work = self._continued(state, work)
         if sampling_params is None:
             sampling_params = self.get_default_sampling_params()
         params = _params_for(sampling_params, len(work))
@@ -123,6 +130,31 @@ class LLM:
             ids = tokenizer.encode(text, add_special_tokens=False)
             prompts.append({"prompt": text, "prompt_token_ids": ids})
         return self.generate(prompts, sampling_params, use_tqdm)
+
+    def save_state(
+        self, source: RequestOutput | PromptInput, index: int = 0, *, cache_salt: str | None = None
+    ) -> State:
+        """What the model remembers after a text, to be kept, written to a file, and continued.
+
+        Args:
+            source: an output of :meth:`generate` (its prompt and an answer), or a prompt.
+            index: which of the output's answers.
+            cache_salt: the salt that the request had.
+
+        Raises:
+            RequestError: the text can't be served, or this engine keeps no states.
+        """
+        return save_state(self.llm_engine, source, index, cache_salt)
+
+    def _continued(self, state: State | Sequence[State], prompts: list[PromptInput]) -> list[PromptInput]:
+        states = [state] * len(prompts) if isinstance(state, State) else list(state)
+        if len(states) != len(prompts):
+            raise RequestError(
+                f"{len(states)} states for {len(prompts)} prompts; give one, or one for each", param="state"
+            )
+        for one in {id(s): s for s in states}.values():
+            load_state(self.llm_engine, one)
+        return [continued(self.llm_engine, s, p) for s, p in zip(states, prompts, strict=True)]
 
     def _checked(self, number: int, prompt: PromptInput, params: SamplingParams, total: int) -> PromptInput:
         """The prompt as ids, refused now if it can't be served."""

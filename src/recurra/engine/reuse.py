@@ -80,6 +80,7 @@ class PrefixReuse:
     def __init__(self, tree: PrefixTree, shelf: Shelf, interval: int) -> None:
         self.tree, self.interval = tree, interval
         self.active = True
+        self.least_gain = LEAST_GAIN
         self.stats = ReuseStats()
         self._shelf = shelf
         self._courses: dict[Sequence, _Course] = {}
@@ -124,7 +125,7 @@ class PrefixReuse:
         kept = course.kept if course is not None else sequence.num_prompt - 1
         position = sequence.num_computed + (sequence in self._ahead)
         assert position <= len(sequence.token_ids), (position, len(sequence.token_ids))
-        if position - kept >= LEAST_GAIN:
+        if position - kept >= self.least_gain:
             self._keep(sequence, space_of(sequence.request), pack(sequence.token_ids[:position]), position)
 
     def forget(self, sequence: Sequence) -> None:
@@ -180,7 +181,7 @@ class PrefixReuse:
             wanted.update(range(start - start % self.interval + self.interval, end, self.interval))
         stops, before = [], start
         for stop in sorted(wanted):
-            if stop - before >= LEAST_GAIN:
+            if stop - before >= self.least_gain:
                 stops.append(stop)
                 before = stop
         return stops[::-1]
@@ -212,5 +213,9 @@ class NoReuse:
 
 def space_of(request: Request) -> str:
     """Whose texts a request sees: those of its salt. The model is the tree's own."""
-    salt = request.cache_salt
+    return space_of_salt(request.cache_salt)
+
+
+def space_of_salt(salt: str | None) -> str:
+    """The name of a salt's space, from which the salt can't be told."""
     return "" if salt is None else hashlib.sha256(salt.encode()).hexdigest()[:32]

@@ -52,6 +52,12 @@ class Rounding:
         """The same for another layer: seed and step are shared, the draws are others."""
         return replace(self, layer=layer)
 
+    def of_part(self, part: int) -> Rounding:
+        """For pieces of a layer's states, up to 16, that calls of their own store: each draws its own."""
+        assert self.layer < 4096, self.layer
+        assert 0 <= part < 16, part
+        return replace(self, layer=self.layer + 4096 * part)
+
     def advance(self) -> None:
         """Move to the next step, on the device; every layer's draws change."""
         if self.stochastic:

@@ -30,6 +30,8 @@ def _run(dtype: str, *, by_chance: bool = False, **settings: object) -> tuple[li
             rows = engine.runner.pool.rows.clone()
         for output in engine.step():
             tokens[output.request_id] = list(output.outputs[0].token_ids)
+    moved = int(engine.runner.pool.rounding.step)
+    assert moved >= GREEDY.max_tokens if by_chance else moved == 0, "every step draws afresh"
     return [tokens[str(n)] for n in range(len(PROMPTS))], rows
 
 

@@ -200,6 +200,8 @@ def test_layers_share_seed_and_step() -> None:
     rounding.advance()
     assert other.step.item() == 1
     assert other == replace(rounding, layer=2)
+    parts = [reference.draws(other.of_part(part), torch.tensor([1]), (8, 8)) for part in (0, 1)]
+    assert not torch.equal(*parts)
     NEAREST.advance()
     assert NEAREST.step.item() == 0
 

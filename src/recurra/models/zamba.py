@@ -177,7 +177,8 @@ class MambaHeads(nn.Module):
             heads.append(
                 scan(
                     u[:, own], dt, self.A[own], B, C, self.D[own], z[:, own], self.dt_bias[own],
-                    state.ssm[:, own], *where, state_scale=_of(state.scale, own), rounding=state.rounding,
+                    state.ssm[:, own], *where, state_scale=_of(state.scale, own),
+                    rounding=state.rounding.of_part(head),
                 )
             )  # fmt: skip
         out: Tensor = self.out_proj(torch.cat(heads, dim=-1))
@@ -194,7 +195,8 @@ class MambaHeads(nn.Module):
             heads.append(
                 update(
                     state.ssm[:, own], u[:, own], dt, self.A[own], B, C, self.D[own], z[:, own],
-                    self.dt_bias[own], slots, state_scale=_of(state.scale, own), rounding=state.rounding,
+                    self.dt_bias[own], slots, state_scale=_of(state.scale, own),
+                    rounding=state.rounding.of_part(head),
                 )
             )  # fmt: skip
         out: Tensor = self.out_proj(torch.cat(heads, dim=-1))

@@ -27,6 +27,7 @@ class Device:
         has_triton: Triton is installed (it may still lack a GPU).
         triton_interpreter: Triton runs in its interpreter (``TRITON_INTERPRET=1``), for tests.
         has_numba: Numba is installed.
+        has_flashinfer: FlashInfer is installed.
     """
 
     type: str
@@ -37,6 +38,7 @@ class Device:
     has_triton: bool
     triton_interpreter: bool
     has_numba: bool
+    has_flashinfer: bool = False
 
     @property
     def torch_device(self) -> torch.device:
@@ -118,4 +120,5 @@ def detect(device: str = "auto", num_threads: int | None = None) -> Device:
         has_triton=_installed("triton"),
         triton_interpreter=os.environ.get("TRITON_INTERPRET", "0") == "1",
         has_numba=_installed("numba"),
+        has_flashinfer=_installed("flashinfer"),
     )

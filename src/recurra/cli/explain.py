@@ -102,7 +102,7 @@ def _operators(config: EngineConfig, device: Device) -> Ops:
     from recurra.ops import build
 
     settled = resolve(config, ModelFacts(None, None), device)
-    return build(device, settled.backend, settled.prefill_backend)
+    return build(device, settled.backend, settled.prefill_backend, settled.ssu_algorithm)
 
 
 def _model(config: EngineConfig, device: Device) -> tuple[Ops, ModelCost]:
@@ -116,7 +116,7 @@ def _model(config: EngineConfig, device: Device) -> tuple[Ops, ModelCost]:
 
     facts = read_config(Path(config.model))
     settled = resolve(config, ModelFacts(facts.torch_dtype, None, facts.ssm_dtype), device)
-    ops = build(device, settled.backend, settled.prefill_backend)
+    ops = build(device, settled.backend, settled.prefill_backend, settled.ssu_algorithm)
     tokenizer = load_tokenizer(config, facts.vocab_size)
     has_template = tokenizer is not None and tokenizer.chat_template is not None
     return ops, _cost(config, facts, settled, ops, tokenizer is not None, has_template)
@@ -126,6 +126,7 @@ def _cost(
     config: EngineConfig, facts: ModelConfig, settled: Settled, ops: Ops, tokenizer: bool, chat_template: bool
 ) -> ModelCost:
     from recurra.cache.pool import slot_bytes
+    from recurra.cache.spec import recurrent
     from recurra.config.settle import settle_slots
     from recurra.engine.generation import read_sampling_defaults
     from recurra.engine.loading import free_state_bytes
@@ -141,7 +142,7 @@ def _cost(
     )
     weights = {id(p): p for p in bare.parameters()}.values()
     weight_bytes = sum(p.numel() * p.element_size() for p in weights)
-    state_bytes = slot_bytes(bare.state_specs)
+    state_bytes = slot_bytes(recurrent(bare.state_specs))
     free = free_state_bytes(settled.device, config.gpu_memory_utilization, weight_bytes)
     limits, slots = settle_slots(config, settled.device, state_bytes, free)
     return ModelCost(

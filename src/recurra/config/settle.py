@@ -64,6 +64,7 @@ class Settled:
     device: Device
     backend: str | None
     prefill_backend: str | None
+    ssu_algorithm: str | None
     weight_dtype: torch.dtype
     act_dtype: torch.dtype
     conv_dtype: torch.dtype
@@ -92,6 +93,7 @@ def resolve(config: EngineConfig, model: ModelFacts, device: Device) -> Settled:
         device=device,
         backend=mamba.backend.value if mamba.backend else None,
         prefill_backend=mamba.prefill_backend.value if mamba.prefill_backend else None,
+        ssu_algorithm=mamba.ssu_algorithm,
         weight_dtype=weight_dtype,
         act_dtype=act_dtype,
         conv_dtype=_conv_dtype(config.mamba_cache_dtype, act_dtype),

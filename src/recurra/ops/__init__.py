@@ -11,6 +11,7 @@ The field's functions are here under their own names as well, for the tensors' d
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -25,7 +26,7 @@ from recurra.ops.linear import Linear
 from recurra.ops.linear_attention import LightningAttentionUpdate, LightningAttentionVarlen
 from recurra.ops.moe import ExpertMLP
 from recurra.ops.norm import RMSNorm, RMSNormGated
-from recurra.ops.registry import BACKENDS, OPERATORS, Choice, choose, refusal
+from recurra.ops.registry import BACKENDS, OPERATORS, Choice, choose, lacks, refusal
 from recurra.ops.rg_lru import RGLRUUpdate, RGLRUVarlen
 from recurra.ops.several import CausalConv1dUpdateVarlen, SelectiveStateUpdateVarlen
 from recurra.ops.short_conv import ShortConvUpdate, ShortConvVarlen
@@ -74,13 +75,19 @@ def _order(requested: str | None) -> tuple[str, ...]:
     return (requested, *(b for b in BACKENDS if b != requested))
 
 
-def build(device: Device, backend: str | None = None, prefill_backend: str | None = None) -> Ops:
+def build(
+    device: Device,
+    backend: str | None = None,
+    prefill_backend: str | None = None,
+    ssu_algorithm: str | None = None,
+) -> Ops:
     """Choose every operator once.
 
     Args:
         device: where the tensors live.
         backend: ask for one backend; operators it lacks go to the next in :data:`BACKENDS`.
         prefill_backend: the same for the prefill scans; None follows ``backend``.
+        ssu_algorithm: of FlashInfer's state update; None is its "auto".
 
     Raises:
         ConfigError: the backend asked for can't run on this device.
@@ -91,8 +98,10 @@ def build(device: Device, backend: str | None = None, prefill_backend: str | Non
         if value not in BACKENDS:
             raise ConfigError(setting, value, "unknown.", f"Valid: {', '.join(BACKENDS)}.")
         reason = refusal(value, device)
+        if reason is None and setting == "prefill_backend" and value == "flashinfer":
+            reason = lacks("mamba_chunk_scan_varlen", value, device)
         if reason is not None:
-            usable = [b for b in BACKENDS if refusal(b, device) is None]
+            usable = [b for b in BACKENDS if refusal(b, device) is None and b != value]
             raise ConfigError(setting, value, f"{reason}.", f"Usable here: {', '.join(usable)}.")
     decode_order, prefill_order = _order(backend), _order(prefill_backend or backend)
     choices, table = [], {}
@@ -101,6 +110,9 @@ def build(device: Device, backend: str | None = None, prefill_backend: str | Non
         choice, function = choose(operator, device, order)
         assert function is not None or operator.optional, choice
         choices.append(choice)
+        if choice.backend == "flashinfer" and operator.name == "selective_state_update":
+            assert function is not None
+            function = partial(function, algorithm=ssu_algorithm or "auto")
         table[operator.name] = function
     return Ops(**table, choices=tuple(choices))  # type: ignore[arg-type]
 

@@ -76,7 +76,10 @@ def refusal(backend: str, device: Device) -> str | None:
         if not on_gpu and not device.triton_interpreter:
             return f"triton has no {device.type} target (set TRITON_INTERPRET=1 to interpret, slowly)"
     if backend == "flashinfer":
-        return "not offered yet"
+        if not on_gpu:
+            return f"it has no {device.type} kernels"
+        if not device.has_flashinfer:
+            return "flashinfer is not installed (pip install flashinfer-python)"
     if backend == "cpu":
         if on_gpu:
             return "it computes on the CPU, and the device is a GPU"
@@ -85,6 +88,20 @@ def refusal(backend: str, device: Device) -> str | None:
     if backend == "torch" and not on_gpu:
         return "it serves GPUs; the cpu backend serves this device"
     return None
+
+
+#: The least compute capability of FlashInfer's fused SSD scan.
+_FUSED_SCAN = (10, 0)
+
+
+def lacks(operator: str, backend: str, device: Device) -> str:
+    """Why a backend that runs on ``device`` doesn't serve an operator."""
+    if backend == "flashinfer" and operator == "mamba_chunk_scan_varlen":
+        major, minor = device.capability
+        if device.capability < _FUSED_SCAN:
+            return f"its fused scan needs compute capability 10.0 or 10.3, and this GPU has {major}.{minor}"
+        return "its fused scan isn't wired up, for want of a GPU that runs it to test on"
+    return "it has no such operator"
 
 
 def implementation(operator: Operator, backend: str) -> Callable[..., Any] | None:
@@ -106,5 +123,5 @@ def choose(
         function = implementation(operator, backend) if reason is None else None
         if function is not None:
             return Choice(operator.name, backend, refused), function
-        refused[backend] = reason or "it has no such operator"
+        refused[backend] = reason or lacks(operator.name, backend, device)
     return Choice(operator.name, "none", refused), None

@@ -145,7 +145,8 @@ def unpack(packed: Tensor, bits: int, columns: int) -> Tensor:
     """
     shifts = torch.arange(0, _WORD, bits, dtype=torch.int32)
     apart = (packed[..., None] >> shifts) & (2**bits - 1)
-    return (apart.flatten(-2)[..., :columns] - 2 ** (bits - 1)).to(torch.int8)
+    whole: Tensor = apart.flatten(-2)[..., :columns] - 2 ** (bits - 1)
+    return whole.to(torch.int8)
 
 
 def packed_columns(columns: int, bits: int) -> int:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+from recurra.errors import ConfigError
 
 
 class CacheSettings(BaseModel):
@@ -11,6 +13,8 @@ class CacheSettings(BaseModel):
     Attributes:
         num_state_slots: sequences whose state is held at once; None: as many as ``max_num_seqs``, fewer
             if the memory is too small.
+        num_kv_pages: pages of keys and values of attention layers, all of them together; None: what fits.
+        block_size: tokens of such a page, a power of two.
         enable_prefix_caching: reuse states of shared prompt beginnings.
         prefix_cache_bytes: device memory for kept states; None: half of what the slots leave, at most 1 GiB on a
             CPU.
@@ -28,6 +32,8 @@ class CacheSettings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     num_state_slots: int | None = Field(default=None, ge=1)
+    num_kv_pages: int | None = Field(default=None, ge=1)
+    block_size: int = Field(default=64, ge=1, le=1024)
     enable_prefix_caching: bool = True
     prefix_cache_bytes: int | None = Field(default=None, ge=1)
     prefix_cache_host_bytes: int | None = Field(default=None, ge=0)
@@ -37,3 +43,10 @@ class CacheSettings(BaseModel):
     mamba_cache_dtype: str = "auto"
     mamba_ssm_cache_dtype: str = "auto"
     gpu_memory_utilization: float = Field(default=0.9, gt=0.0, le=1.0)
+
+    @field_validator("block_size")
+    @classmethod
+    def _power_of_two(cls, value: int) -> int:
+        if value & (value - 1):
+            raise ConfigError("block_size", value, "not a power of two.", "Use 16, 64 or 256.")
+        return value

@@ -14,9 +14,10 @@ import weakref
 from collections.abc import Iterable
 from functools import partial
 
-from recurra.cache.alloc import SlotAllocator
+from recurra.cache.alloc import PageAllocator, SlotAllocator
+from recurra.cache.pages import PagePool, page_bytes
 from recurra.cache.pool import StatePool
-from recurra.cache.spec import recurrent
+from recurra.cache.spec import join_layers, paged, recurrent
 from recurra.config.engine import EngineConfig
 from recurra.engine.caching import cache_numbers, make_cache
 from recurra.engine.forward import make_forward
@@ -24,6 +25,7 @@ from recurra.engine.graphs import GraphLimits
 from recurra.engine.loading import Parts, Progress, end_ids, load, state_rounding
 from recurra.engine.metrics import Counters, EngineStats
 from recurra.engine.outputs import OutputBook
+from recurra.engine.paging import Paging, move_cost
 from recurra.engine.prompts import make_request, spell_out
 from recurra.engine.reuse import ReuseStats
 from recurra.engine.runner import Launched, Runner, StepResult
@@ -74,19 +76,25 @@ class LLMEngine:
         self.slots = SlotAllocator(parts.num_slots)
         rounding = state_rounding(settled, config.seed)
         pool = StatePool(recurrent(model.state_specs), parts.num_slots, device, rounding)
+        pages = PagePool(paged(model.state_specs), parts.num_pages, parts.page_size, device)
+        layers = join_layers(model.state_specs, pool.layers, pages.layers)
         forward = make_forward(
-            model, pool.layers, parts.ops, settled.device.num_threads, config.enforce_eager,
-            GraphLimits(parts.limits.max_num_seqs, settled.max_model_len, 0, device),
+            model, layers, parts.ops, settled.device.num_threads, config.enforce_eager,
+            GraphLimits(parts.limits.max_num_seqs, settled.max_model_len, parts.page_size, device),
         )  # fmt: skip
         spell = None if parts.tokenizer is None else partial(spell_out, tokenizer=parts.tokenizer)
         texts = parts.tokenizer.token_to_string if parts.tokenizer is not None else _no_text
         sampler = Sampler(model.vocab_size, device, config.seed, end_ids(parts), spell, texts)
-        self.runner = Runner(model, forward, pool, sampler, device)
+        self.runner = Runner(model, forward, pool, sampler, device, pages)
         self.cache = make_cache(config, model, settled.weight_dtype, pool, parts.num_snapshots)
         if self.cache is not None:
             weakref.finalize(self, self.cache.tiers.close)
         self._reuse = None if self.cache is None else self.cache.reuse
-        self.scheduler = Scheduler(self.limits, self.slots, self._release, self._reuse)
+        page = page_bytes(pages.specs, pages.page_size)
+        cost = move_cost(pool.bytes_per_slot, page, parts.num_parameters, device.type)
+        self.pages = PageAllocator(parts.num_pages, parts.page_size)
+        paging = Paging(self.pages, cost)
+        self.scheduler = Scheduler(self.limits, self.slots, self._release, self._reuse, paging)
         self._book = OutputBook(end_ids(parts), parts.tokenizer)
         self._counters = Counters()
         self._pipelined = device.type != "cpu"  # which has nothing to do while the host works
@@ -197,6 +205,9 @@ class LLMEngine:
             waiting=self.scheduler.num_waiting,
             free_slots=self.slots.num_free,
             used_slots=self.slots.num_used,
+            free_pages=self.pages.num_free,
+            used_pages=self.pages.num_used,
+            preemptions=self.scheduler.num_preemptions,
             prompt_tokens=self._counters.prompt_tokens,
             generation_tokens=self._book.generated_tokens,
             steps=self._counters.steps,

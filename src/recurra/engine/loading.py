@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from recurra.cache.pages import page_bytes
 from recurra.cache.pool import slot_bytes
 from recurra.cache.spec import paged, recurrent
 from recurra.config.engine import EngineConfig
+from recurra.config.pages import PagePlan, settle_memory
 from recurra.config.scheduler import SchedulerLimits
 from recurra.config.settle import ModelFacts, Settled, resolve, settle_slots, settle_snapshots
 from recurra.device import Device, detect
@@ -46,6 +48,8 @@ class Parts:
         tokenizer: None: token ids in and out.
         sampling_defaults: fields of ``SamplingParams`` that the checkpoint sets for callers who don't.
         num_snapshots: states that the device's memory keeps beside those that are at work.
+        num_pages, page_size: pages of keys and values, and tokens of one; 0 in a model without attention.
+        num_parameters: of the model.
     """
 
     settled: Settled
@@ -57,6 +61,9 @@ class Parts:
     tokenizer: Tokenizer | None
     sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
     num_snapshots: int = 0
+    num_pages: int = 0
+    page_size: int = 0
+    num_parameters: int = 0
 
 
 def load(config: EngineConfig, progress: Progress | None = None) -> Parts:
@@ -71,14 +78,16 @@ def load(config: EngineConfig, progress: Progress | None = None) -> Parts:
     # A context length in the checkpoint tells how it was trained; the recurrence has no limit there.
     facts = ModelFacts(model_config.torch_dtype, None, model_config.ssm_dtype)
     settled = resolve(config, facts, device)
-    ops = build(device, settled.backend, settled.prefill_backend)
+    ops = build(device, settled.backend, settled.prefill_backend, settled.ssu_algorithm)
     tokenizer = load_tokenizer(config, model_config.vocab_size)
     defaults = read_sampling_defaults(config)
     if defaults:
         log.info(
             "sampling defaults of the model: %s (--generation-config none ignores them)", shown(defaults)
         )
-    limits, num_slots, num_snapshots = _fit(config, model_config, settled, ops)
+    memory = fit(config, model_config, settled, ops)
+    settled = replace(settled, max_model_len=memory.pages.max_model_len)
+    memory.tell()
     torch.set_num_threads(device.num_threads)
     model = load_model(
         model_config,
@@ -92,13 +101,54 @@ def load(config: EngineConfig, progress: Progress | None = None) -> Parts:
         seed=config.seed,
         progress=progress,
     )
-    return Parts(settled, limits, num_slots, model_config, model, ops, tokenizer, defaults, num_snapshots)
+    return Parts(
+        settled, memory.limits, memory.num_slots, model_config, model, ops, tokenizer, defaults,
+        memory.num_snapshots, memory.pages.num_pages, memory.pages.page_size, memory.parameters,
+    )  # fmt: skip
 
 
-def _fit(
-    config: EngineConfig, model_config: ModelConfig, settled: Settled, ops: Ops
-) -> tuple[SchedulerLimits, int, int]:
-    """How many states go beside the weights, at work and kept, counted before the weights are read."""
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """What goes beside the weights, and what it takes.
+
+    Attributes:
+        limits: of the scheduler.
+        num_slots, num_snapshots: states at work, and states kept.
+        pages: of keys and values, and the longest request.
+        parameters, weight_bytes: of the model.
+        slot_bytes: of one sequence's states.
+        token_bytes: of one token's keys and values; 0 in a model without attention.
+        free_bytes: what slots, pages and kept states may take together.
+    """
+
+    limits: SchedulerLimits
+    num_slots: int
+    num_snapshots: int
+    pages: PagePlan
+    parameters: int
+    weight_bytes: int
+    slot_bytes: int
+    token_bytes: int
+    free_bytes: int
+
+    def tell(self) -> None:
+        """Log what fits, where pages limit it."""
+        if self.pages.num_pages:
+            tokens = self.pages.num_pages * self.pages.page_size
+            log.info(
+                "%d sequences at once (%.1f MiB of states each) and %d tokens of keys and values in %d pages "
+                "(%.2f GiB); a request has up to %d tokens",
+                self.limits.max_num_seqs, self.slot_bytes / 2**20, tokens, self.pages.num_pages,
+                tokens * self.token_bytes / 2**30, self.pages.max_model_len,
+            )  # fmt: skip
+
+
+def fit(config: EngineConfig, model_config: ModelConfig, settled: Settled, ops: Ops) -> Memory:
+    """How many states and pages go beside the weights, counted before the weights are read.
+
+    Raises:
+        ConfigError: nothing fits, or a setting asks for more than fits.
+    """
     bare = skeleton(
         model_config,
         ops=ops,
@@ -107,14 +157,22 @@ def _fit(
         conv_dtype=settled.conv_dtype,
         ssm_dtype=settled.ssm_dtype,
     )
-    weights = {id(p): p.numel() * p.element_size() for p in bare.parameters()}
-    free = free_state_bytes(settled.device, config.gpu_memory_utilization, sum(weights.values()))
+    weights = {id(p): p for p in bare.parameters()}.values()
+    weight_bytes = sum(p.numel() * p.element_size() for p in weights)
+    free = free_state_bytes(settled.device, config.gpu_memory_utilization, weight_bytes)
     size = slot_bytes(recurrent(bare.state_specs))
-    limits, num_slots = settle_slots(config, settled.device, size, free)
-    if paged(bare.state_specs):  # kept states of pages come with the pages
-        return limits, num_slots, 0
-    left = free - (num_slots + 1) * size
-    return limits, num_slots, settle_snapshots(config, settled.device, size, left)
+    token = page_bytes(paged(bare.state_specs), 1)
+    if token:
+        limits, num_slots, pages = settle_memory(
+            config, settled.device, size, token, free, model_config.max_length
+        )
+        snapshots = 0  # kept states of pages come with the pages
+    else:
+        limits, num_slots = settle_slots(config, settled.device, size, free)
+        pages = PagePlan(0, 0, settled.max_model_len)
+        snapshots = settle_snapshots(config, settled.device, size, free - (num_slots + 1) * size)
+    parameters = sum(p.numel() for p in weights)
+    return Memory(limits, num_slots, snapshots, pages, parameters, weight_bytes, size, token, free)
 
 
 def state_rounding(settled: Settled, seed: int) -> Rounding:

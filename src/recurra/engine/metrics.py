@@ -14,6 +14,7 @@ class EngineStats:
         waiting: sequences that are ready and find no room.
         free_slots, used_slots: states that are free and taken; together ``num_slots``.
         free_pages, used_pages: pages of attention caches; none in a pure recurrent model.
+        preemptions: how often a sequence gave its pages to an older one, and waited.
         prompt_tokens: prompt tokens computed.
         generation_tokens: answer tokens delivered.
         cached_tokens: prompt tokens taken from a cache instead of being computed.
@@ -44,6 +45,7 @@ class EngineStats:
     errors: int
     free_pages: int = 0
     used_pages: int = 0
+    preemptions: int = 0
     prefix_hit: int = 0
     prefix_no_snapshot: int = 0
     prefix_evicted: int = 0

@@ -40,6 +40,16 @@ class MoveCost:
         return moved > sequence.num_computed * self.token_bytes
 
 
+#: Multiply-adds a second, and bytes a second to the host and back, roughly: enough to compare the two.
+_RATES = {"cpu": (5e10, 2e9), "cuda": (2e14, 1e10)}
+
+
+def move_cost(slot_bytes: int, page_bytes: int, num_parameters: int, device_type: str) -> MoveCost:
+    """The cost of moving on a kind of device: computing a prompt's token takes a multiply-add a parameter."""
+    multiply_adds, copied = _RATES[device_type]
+    return MoveCost(slot_bytes, page_bytes, max(1, int(num_parameters / multiply_adds * copied)))
+
+
 @dataclass(slots=True)
 class Paging:
     """Pages by sequence. In a model without attention nothing here does anything.

@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from recurra.cache.pages import PagePool, pages_for
 from recurra.cache.pool import StatePool
 from recurra.engine.batch import StepBatch, build
 from recurra.engine.forward import Forward
@@ -47,6 +48,21 @@ class StepResult:
 
 
 @dataclass(frozen=True, slots=True)
+class SavedState:
+    """All that a sequence knows, outside of its slot and its pages.
+
+    Attributes:
+        row: of the state pool.
+        pages: keys and values of each attention layer, (pages, page size, heads, dim).
+        first: which of the sequence's pages the first of these is.
+    """
+
+    row: Tensor
+    pages: list[Tensor]
+    first: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Launched:
     """A step that is being computed.
 
@@ -75,16 +91,24 @@ class Runner:
         pool: the states.
         sampler: the next tokens.
         device: where all of it lives.
+        pages: keys and values; None: the model has none.
     """
 
     def __init__(
-        self, model: CausalLM, forward: Forward, pool: StatePool, sampler: Sampler, device: torch.device
+        self,
+        model: CausalLM,
+        forward: Forward,
+        pool: StatePool,
+        sampler: Sampler,
+        device: torch.device,
+        pages: PagePool | None = None,
     ) -> None:
         self.model = model
         self.forward = forward
         self.pool = pool
         self.sampler = sampler
         self.device = device
+        self.pages = pages or PagePool((), 0, 0, device)
 
     def run(self, plan: Plan) -> StepResult:
         """Compute a step. States of the plan's sequences advance; no others change."""
@@ -94,8 +118,8 @@ class Runner:
     def launch(self, plan: Plan) -> Launched:
         """Queue a step on the device and return without waiting for it."""
         for sequence, snapshot in plan.restores:
-            self.pool.restore(sequence.slot, snapshot)
-        return self._launch(plan, build(plan, self.model.chunk_size, self.device), 0)
+            self._restore(sequence, snapshot)
+        return self._launch(plan, build(plan, self.model.chunk_size, self.device, self.pages.page_size), 0)
 
     @torch.inference_mode()
     def launch_after(self, launched: Launched, plan: Plan) -> Launched | None:
@@ -115,7 +139,8 @@ class Runner:
             places = {sequence: row for row, sequence in enumerate(launched.plan.decode)}
             kept = column([places[sequence] for sequence in plan.decode], torch.int64, self.device)
             tokens = tokens.index_select(0, kept)
-        return self._launch(plan, build(plan, self.model.chunk_size, self.device, unread=tokens), 1)
+        step = build(plan, self.model.chunk_size, self.device, self.pages.page_size, tokens)
+        return self._launch(plan, step, 1)
 
     @torch.inference_mode()
     def finish(self, launched: Launched) -> StepResult:
@@ -130,14 +155,32 @@ class Runner:
             self._read_choices(launched, chosen[0].tolist(), chosen[1].tolist(), result)
         return _of_the_living(result)
 
+    @torch.inference_mode()
     def fork(self, source: Sequence, target: Sequence) -> None:
-        """Copy the state of one sequence into the slot of another."""
+        """Copy the state of one sequence into the slot of another, and into pages that it doesn't share."""
         self.pool.fork(source.slot, target.slot)
+        for mine, other in zip(source.pages, target.pages, strict=False):
+            if mine != other:
+                self.pages.copy(mine, other)
 
-    def save(self, sequence: Sequence) -> Tensor:
-        """A copy of a sequence's state, kept in the host's memory so that waiting answers take none
+    @torch.inference_mode()
+    def save(self, sequence: Sequence) -> SavedState:
+        """A copy of a sequence's state and pages, kept in the host's memory so that those who wait take none
         of the GPU's."""
-        return self.pool.save(sequence.slot).cpu()
+        held: list[Tensor] = []
+        if self.pages.page_size:
+            used = sequence.pages[: pages_for(sequence.num_computed, self.pages.page_size)]
+            held = [tensor.cpu() for tensor in self.pages.save(used)]
+        return SavedState(self.pool.save(sequence.slot).cpu(), held)
+
+    def _restore(self, sequence: Sequence, saved: SavedState | Tensor) -> None:
+        """Load what :meth:`save` gave, or a row of the state pool alone."""
+        if isinstance(saved, Tensor):
+            saved = SavedState(saved, [])
+        self.pool.restore(sequence.slot, saved.row)
+        if saved.pages:
+            last = saved.first + saved.pages[0].shape[0]
+            self.pages.restore(sequence.pages[saved.first : last], saved.pages)
 
     def release(self, sequence: Sequence) -> None:
         """Forget a sequence that ended; its slot is left as zeros."""

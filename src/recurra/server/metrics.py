@@ -18,6 +18,9 @@ _GAUGES = {
     "running": ("recurra_requests_running", "Sequences that hold a slot."),
     "used_slots": ("recurra_state_slots_used", "State slots in use."),
     "free_slots": ("recurra_state_slots_free", "State slots that are free."),
+    "used_pages": ("recurra_kv_pages_used", "Pages of keys and values in use."),
+    "free_pages": ("recurra_kv_pages_free", "Pages of keys and values that are free."),
+    "preemptions": ("recurra_preemptions", "Times that a sequence gave its pages to an older one."),
 }
 
 

@@ -74,14 +74,14 @@ def read_kinds(fields: Fields) -> tuple[bool, ...]:
     return tuple((i + 1) % interval == 0 for i in range(layers))
 
 
-def read_attention(fields: Fields) -> AttentionSizes:
+def read_attention(fields: Fields, kv_heads: int = 2) -> AttentionSizes:
     """Attention with gated queries, queries and keys normed head by head, a quarter of which turns."""
     heads, head_dim = fields.whole("num_attention_heads", 16), fields.whole("head_dim", 256)
     bias = fields.flag("attention_bias", False)
     return AttentionSizes(
         hidden=fields.whole("hidden_size"),
         num_heads=heads,
-        num_kv_heads=fields.whole("num_key_value_heads", 2),
+        num_kv_heads=fields.whole("num_key_value_heads", kv_heads),
         head_dim=head_dim,
         scale=head_dim**-0.5,
         bias=bias,

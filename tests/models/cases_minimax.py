@@ -27,6 +27,7 @@ def write(folder: Path, **overrides: Any) -> Path:
 CASES = {
     "minimax": Case(write, tensors=("qkv_proj.weight", "experts.0.w1.weight", "input_layernorm.weight")),
     "minimax-window": Case(
-        lambda folder: write(folder, sliding_window=9, head_dim=20, tie_word_embeddings=True)
+        lambda folder: write(folder, sliding_window=9, head_dim=20, tie_word_embeddings=True),
+        tensors=("o_proj.weight",),
     ),
 }

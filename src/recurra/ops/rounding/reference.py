@@ -15,7 +15,7 @@ _WEYL = (0x9E3779B9, 0xBB67AE85)
 _LARGEST_FINITE = 0x7F7FFFFF
 _SMALLEST_SCALE = 2.0**-100
 #: Added to float32 bits before they are cut to bfloat16: up, unless that is a rounding error above a number that
-#: fits. Else a row that reads back as 127 scales would be given the next scale, and grow with every step.
+#: fits: a row that reads back as 127 scales is given the same scale again.
 _UP = 0xFF00
 
 

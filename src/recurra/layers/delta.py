@@ -5,7 +5,7 @@
     out     = out_proj(norm(y) * act(z))        # normalised head by head
 
 A gated delta net has ``g = A softplus(a + dt_bias)`` with one ``a`` a head and gates with silu; Kimi delta attention has
-one ``a`` a channel and gates with the sigmoid, and both its ``a`` and ``z`` pass through a bottleneck. Sources: Gated Delta
+one ``a`` a channel and gates with the sigmoid, and its ``a`` and ``z`` may pass through bottlenecks. Sources: Gated Delta
 Networks (Yang et al., 2024), section 3.3; Kimi Linear (Moonshot AI, 2025), section 4.
 """
 
@@ -37,7 +37,9 @@ class DeltaSizes:
         conv_kernel: W.
         norm_eps: of the norm before the gate.
         beta_scale: of the corrections' strength; 2 lets a state's eigenvalues be negative.
-        rank: of Kimi delta attention's bottlenecks.
+        rank: of Kimi delta attention's bottlenecks; 0 without.
+        decay_bound: least log decay of a token in Kimi delta attention, which then is ``bound sigmoid(-A (a + dt_bias))``;
+            None: ``A softplus(a + dt_bias)``, which has no bound.
     """
 
     hidden: int
@@ -49,6 +51,7 @@ class DeltaSizes:
     norm_eps: float
     beta_scale: float = 1.0
     rank: int = 0
+    decay_bound: float | None = None
 
     @property
     def keys(self) -> int:
@@ -160,24 +163,38 @@ class GatedDeltaNet(DeltaMixer):
 
 
 class KimiDeltaAttention(DeltaMixer):
-    """One decay a channel. The projection's rows: q, k, v, the bottlenecks of a and of z, then a b for each head."""
+    """One decay a channel. The projection's rows: q, k, v, those of a and of z (or their bottlenecks), a b for each head."""
 
     def __init__(self, sizes: DeltaSizes, *, ops: Ops, dtypes: Dtypes, device: torch.device) -> None:
         assert sizes.key_heads == sizes.value_heads, "a head of v decays as its own head of k does"
-        rows = sizes.conv_channels + 2 * sizes.rank + sizes.value_heads
         norm = NormThenSigmoid(
             sizes.values, sizes.value_dim, sizes.norm_eps, ops=ops, dtypes=dtypes, device=device
         )
-        super().__init__(sizes, rows, norm, ops=ops, dtypes=dtypes, device=device)
+        super().__init__(sizes, sum(self.parts(sizes)), norm, ops=ops, dtypes=dtypes, device=device)
         self.dt_bias = parameter(sizes.keys, dtype=dtypes.recurrence, device=device)
-        self.decay_proj = Linear(sizes.rank, sizes.keys, bias=False, ops=ops, dtypes=dtypes, device=device)
-        self.gate_proj = Linear(sizes.rank, sizes.values, bias=False, ops=ops, dtypes=dtypes, device=device)
+        self.decay_proj: Linear | None = None
+        self.gate_proj: Linear | None = None
+        if sizes.rank:
+            self.decay_proj, self.gate_proj = (
+                Linear(sizes.rank, rows, bias=False, ops=ops, dtypes=dtypes, device=device)
+                for rows in (sizes.keys, sizes.values)
+            )
+
+    @staticmethod
+    def parts(sizes: DeltaSizes) -> list[int]:
+        """Rows of the projection by what they give."""
+        return [sizes.conv_channels, sizes.rank or sizes.keys, sizes.rank or sizes.values, sizes.value_heads]
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """See :class:`DeltaMixer`; g is (T, Hv, K)."""
+        mixed, a, z, b = torch.split(self.in_proj(x), self.parts(self.sizes), dim=-1)
+        if self.decay_proj is not None and self.gate_proj is not None:
+            a, z = self.decay_proj(a), self.gate_proj(z)
+        return mixed, z, self._decay(a), self._beta(b)
+
+    def _decay(self, a: Tensor) -> Tensor:
         s = self.sizes
-        parts = [s.conv_channels, s.rank, s.rank, s.value_heads]
-        mixed, decay, gate, b = torch.split(self.in_proj(x), parts, dim=-1)
-        steps = F.softplus(self.decay_proj(decay).to(self.A.dtype) + self.dt_bias)
-        g = self.A[:, None] * steps.view(-1, s.key_heads, s.key_dim)
-        return mixed, self.gate_proj(gate), g, self._beta(b)
+        steps = (a.to(self.A.dtype) + self.dt_bias).view(-1, s.key_heads, s.key_dim)
+        if s.decay_bound is None:
+            return self.A[:, None] * F.softplus(steps)
+        return s.decay_bound * torch.sigmoid(-self.A[:, None] * steps)

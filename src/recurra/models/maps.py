@@ -9,6 +9,7 @@ import torch
 
 from recurra.layers.attention import AttentionSizes
 from recurra.layers.delta import DeltaSizes
+from recurra.layers.latent import LatentSizes
 from recurra.models.weights import (
     LAYER,
     Either,
@@ -234,4 +235,25 @@ def delta_entries(
         Entry(f"{stored}.dt_bias", f"{target}.dt_bias", draw=draw_steps),
         Entry(f"{stored}.{norm}.weight", f"{target}.norm.weight", Repeat(sizes.value_heads), draw_ones),
         Entry(f"{stored}.{out}.weight", f"{target}.out_proj.weight"),
+    )
+
+
+def latent_entries(sizes: LatentSizes, stored: str, target: str, *, out: str = "o_proj") -> tuple[Entry, ...]:
+    """Latent attention as DeepSeek's and its relatives' checkpoints store it.
+
+    Args:
+        stored, target: prefixes of names in the checkpoint and of the
+            :class:`recurra.layers.latent.LatentAttention`.
+        out: name of the output projection in the checkpoint.
+    """
+    queries = "q_b_proj" if sizes.query_rank else "q_proj"
+    places = (
+        ("q_a_proj", "q_down"), (queries, "q_proj"), ("kv_a_proj_with_mqa", "kv_down"), ("kv_b_proj", "kv_up"),
+        (out, "o_proj"), ("g_proj", "gate"),
+    )  # fmt: skip
+    return (
+        *(Entry(f"{stored}.{name}.weight", f"{target}.{path}.weight") for name, path in places),
+        *(Entry(f"{stored}.{name}.bias", f"{target}.{path}.bias", draw=draw_zeros) for name, path in places),
+        Entry(f"{stored}.q_a_layernorm.weight", f"{target}.q_norm.weight", draw=draw_ones),
+        Entry(f"{stored}.kv_a_layernorm.weight", f"{target}.kv_norm.weight", draw=draw_ones),
     )

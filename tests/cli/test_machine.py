@@ -60,6 +60,26 @@ def test_explain_shows_a_model_in_words(run: Run, ids_model: Path) -> None:
     assert "token ids in and out" in text
 
 
+def test_explain_counts_the_pages_of_a_hybrid(run: Run, tmp_path: Path) -> None:
+    from transformers import BambaConfig
+
+    sizes = {"hidden_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2, "mamba_n_heads": 8}
+    BambaConfig(
+        num_hidden_layers=3, attn_layer_indices=[1], mamba_d_state=16, mamba_n_groups=1, vocab_size=64,
+        intermediate_size=32, max_position_embeddings=500, architectures=["BambaForCausalLM"], **sizes,
+    ).save_pretrained(tmp_path)  # fmt: skip
+    flags = ("--max-num-seqs", 3, "--block-size", 32)
+    told = json.loads(run("explain", tmp_path, "--json", *flags).out)["model"]
+    assert (told["token_bytes"], told["block_size"]) == (2 * 24 * 4, 32)
+    assert told["num_kv_pages"] == 3 * 16, "three requests of 500 tokens"
+    assert told["max_model_len"] == 500
+    told = json.loads(run("explain", tmp_path, "--json", "--num-kv-pages", 7, *flags).out)["model"]
+    assert (told["num_kv_pages"], told["max_model_len"]) == (7, 224)
+    text = run("explain", tmp_path, "--num-kv-pages", 7, *flags).out
+    assert "7 pages of 32 hold 224 tokens" in text
+    assert "only" in run("explain", tmp_path, "--num-kv-pages", 1 << 40).err
+
+
 def test_explain_refuses_as_the_engine_does(run: Run, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLM"], "model_type": "llama"}')
     result = run("explain", tmp_path)

@@ -33,6 +33,8 @@ class ModelCost:
         state_bytes: one sequence's states, over all layers, aligned as in the pool.
         free_bytes: what states may take once the weights are in place.
         sequences: how many states fit in that.
+        token_bytes: one token's keys and values, over all attention layers; 0 in a model without attention.
+        num_kv_pages, block_size: pages of keys and values that the engine would settle on, and tokens of one.
         num_state_slots, max_num_seqs, max_model_len: what the engine would settle on.
         tokenizer, chat_template: whether the folder has them.
         sampling_defaults: what its generation_config.json sets for requests that don't.
@@ -49,6 +51,9 @@ class ModelCost:
     state_bytes: int
     free_bytes: int
     sequences: int
+    token_bytes: int
+    num_kv_pages: int
+    block_size: int
     num_state_slots: int
     max_num_seqs: int
     max_model_len: int
@@ -125,41 +130,28 @@ def _model(config: EngineConfig, device: Device) -> tuple[Ops, ModelCost]:
 def _cost(
     config: EngineConfig, facts: ModelConfig, settled: Settled, ops: Ops, tokenizer: bool, chat_template: bool
 ) -> ModelCost:
-    from recurra.cache.pool import slot_bytes
-    from recurra.cache.spec import recurrent
-    from recurra.config.settle import settle_slots
     from recurra.engine.generation import read_sampling_defaults
-    from recurra.engine.loading import free_state_bytes
-    from recurra.models import skeleton
+    from recurra.engine.loading import fit
 
-    bare = skeleton(
-        facts,
-        ops=ops,
-        weight_dtype=settled.weight_dtype,
-        act_dtype=settled.act_dtype,
-        conv_dtype=settled.conv_dtype,
-        ssm_dtype=settled.ssm_dtype,
-    )
-    weights = {id(p): p for p in bare.parameters()}.values()
-    weight_bytes = sum(p.numel() * p.element_size() for p in weights)
-    state_bytes = slot_bytes(recurrent(bare.state_specs))
-    free = free_state_bytes(settled.device, config.gpu_memory_utilization, weight_bytes)
-    limits, slots = settle_slots(config, settled.device, state_bytes, free)
+    memory = fit(config, facts, settled, ops)
     return ModelCost(
         architecture=facts.architecture,
         layers=facts.num_layers,
         hidden_size=facts.hidden_size,
         vocab_size=facts.vocab_size,
-        parameters=sum(p.numel() for p in weights),
+        parameters=memory.parameters,
         weight_dtype=_name(settled.weight_dtype),
         state_dtype=_name(settled.ssm_dtype),
-        weight_bytes=weight_bytes,
-        state_bytes=state_bytes,
-        free_bytes=free,
-        sequences=free // state_bytes - 1,  # one row is the scratch slot
-        num_state_slots=slots,
-        max_num_seqs=limits.max_num_seqs,
-        max_model_len=settled.max_model_len,
+        weight_bytes=memory.weight_bytes,
+        state_bytes=memory.slot_bytes,
+        free_bytes=memory.free_bytes,
+        sequences=memory.free_bytes // memory.slot_bytes - 1,  # one row is the scratch slot
+        token_bytes=memory.token_bytes,
+        num_kv_pages=memory.pages.num_pages,
+        block_size=memory.pages.page_size,
+        num_state_slots=memory.num_slots,
+        max_num_seqs=memory.limits.max_num_seqs,
+        max_model_len=memory.pages.max_model_len,
         tokenizer=tokenizer,
         chat_template=chat_template,
         sampling_defaults=read_sampling_defaults(config),
@@ -223,6 +215,11 @@ def _summary(cost: ModelCost) -> Table:
         f"{cost.parameters:,} parameters",
         "weights": f"{cost.weight_dtype}, {_size(cost.weight_bytes)}",
         "state of a sequence": f"{_size(cost.state_bytes)} ({cost.state_dtype}), the same at any length",
+        "keys and values": "none: no attention"
+        if not cost.num_kv_pages
+        else f"{_size(cost.token_bytes)} a token; "
+        f"{cost.num_kv_pages:,} pages of {cost.block_size} hold {cost.num_kv_pages * cost.block_size:,} tokens in "
+        f"{_size(cost.num_kv_pages * cost.block_size * cost.token_bytes)}",
         "sequences that fit": f"{cost.sequences:,} states in {_size(cost.free_bytes)} of free memory",
         "the engine takes": f"{cost.num_state_slots} slots, {cost.max_num_seqs} sequences a step, "
         f"requests of up to {cost.max_model_len:,} tokens",

@@ -115,7 +115,7 @@ def test_unknown_model_folders(run: Run, tmp_path: Path) -> None:
     [
         (["--max-num-seqs", "0"], "--max-num-seqs 0"),
         (["--temperature", "-1"], "temperature must be from 0 to 100, got -1.0"),
-        (["--mamba-backend", "flashinfer"], "--mamba-backend flashinfer: not offered yet. Usable here:"),
+        (["--mamba-backend", "flashinfer"], "--mamba-backend flashinfer: "),
         (["--mamba-ssu-algorithm", "simple"], "--mamba-ssu-algorithm simple: only the flashinfer backend"),
         (["--mamba-cache-philox-rounds", "99"], "--mamba-cache-philox-rounds 99: out of range"),
         (["--dtype", "float8"], "--dtype float8"),

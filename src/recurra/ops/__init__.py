@@ -22,7 +22,7 @@ from recurra.ops.attention import AttentionUpdate, AttentionVarlen, StoreKV
 from recurra.ops.conv1d import CausalConv1dUpdate, CausalConv1dVarlen
 from recurra.ops.decode_stack import BuildDecodeStack
 from recurra.ops.delta import GatedDeltaRuleUpdate, GatedDeltaRuleVarlen
-from recurra.ops.linear import Linear
+from recurra.ops.linear import Linear, LinearScaled
 from recurra.ops.linear_attention import LightningAttentionUpdate, LightningAttentionVarlen
 from recurra.ops.moe import ExpertMLP
 from recurra.ops.norm import RMSNorm, RMSNormGated
@@ -40,6 +40,7 @@ class Ops:
     """The operators of one device. ``choices`` says which backend serves each, and why."""
 
     linear: Linear
+    linear_scaled: LinearScaled
     rms_norm: RMSNorm
     rms_norm_gated: RMSNormGated
     add_rms_norm: AddRMSNorm

@@ -26,6 +26,7 @@ class Operator:
 
 OPERATORS = (
     Operator("linear", "linear"),
+    Operator("linear_scaled", "linear"),
     Operator("rms_norm", "norm"),
     Operator("rms_norm_gated", "norm"),
     Operator("add_rms_norm", "add_norm"),

@@ -19,6 +19,7 @@ from recurra.ops.cpu.vectors import (
     BF16,
     F16,
     F32,
+    I8,
     LANES,
     first_lanes,
     fma_of,
@@ -27,6 +28,8 @@ from recurra.ops.cpu.vectors import (
     load_bf16_first,
     load_f16,
     load_f16_first,
+    load_i8,
+    load_i8_first,
     load_stored,
     load_stored_first,
     prefetch_at,
@@ -39,7 +42,7 @@ from recurra.ops.cpu.vectors import (
 
 ROWS = 8  # weight rows of a tile
 COLUMNS = 3  # batch rows of a tile
-_WIDTH = {F32: 4, BF16: 2, F16: 2}
+_WIDTH = {F32: 4, BF16: 2, F16: 2, I8: 1}
 
 _int = types.int64
 #: w, bytes of a weight row, weight rows, x, bytes of an x row, batch rows, k, y, bytes of a y row, scratch,
@@ -185,6 +188,8 @@ _f32_83_ahead = _tile(8, 3, F32, 1)
 _f32_11, _bf16_11, _f16_11 = (_tile(1, 1, kind) for kind in (F32, BF16, F16))
 _bf16_81, _bf16_82, _bf16_83 = (_tile(8, n, BF16, 4) for n in (1, 2, 3))
 _f16_81, _f16_82, _f16_83 = (_tile(8, n, F16, 4) for n in (1, 2, 3))
+_i8_11 = _tile(1, 1, I8)
+_i8_81, _i8_82, _i8_83 = (_tile(8, n, I8, 2) for n in (1, 2, 3))
 
 
 @kernel
@@ -245,6 +250,15 @@ def _widen_f16(w: int, k: int, out: int) -> None:
 
 
 @kernel
+def _widen_i8(w: int, k: int, out: int) -> None:
+    whole = k - k % 16
+    for at in range(0, whole, 16):
+        store(out + 4 * at, load_i8(w + at))
+    if whole < k:
+        store_first(out + 4 * whole, load_i8_first(w + whole, k - whole), k - whole)
+
+
+@kernel
 def few_rows_bf16(w: int, ws: int, m: int, x: int, xs: int, s: int, k: int, y: int, ys: int) -> None:
     """Some bfloat16 weight rows without a scratch: what a larger tile leaves over."""
     for i in range(0, m - m % ROWS, ROWS):
@@ -301,8 +315,30 @@ def product_f16(
             _f16_11(w + i * ws, ws, x + j * xs, xs, k, y + j * ys + i * 4, ys, 0)
 
 
+def product_i8(
+    w: int, ws: int, m: int, x: int, xs: int, s: int, k: int, y: int, ys: int, scratch: int, following: int,
+    ready: int,
+) -> None:  # fmt: skip
+    """Int8 weights, whose scales are somebody else's; scratch holds 8 * k float32."""
+    for i in range(0, m - m % ROWS, ROWS):
+        then = _next_tile(w, ws, i, m, following)
+        if s == 1:
+            _i8_81(w + i * ws, ws, x, xs, k, y + i * 4, ys, then)
+        elif s == 2:
+            _i8_82(w + i * ws, ws, x, xs, k, y + i * 4, ys, then)
+        elif s == 3:
+            _i8_83(w + i * ws, ws, x, xs, k, y + i * 4, ys, then)
+        else:
+            for r in range(ROWS):
+                _widen_i8(w + (i + r) * ws, k, scratch + r * k * 4)
+            _f32_tile(scratch, k * 4, x, xs, s, k, y + i * 4, ys, then, ROWS * k)
+    for i in range(m - m % ROWS, m):
+        for j in range(s):
+            _i8_11(w + i * ws, ws, x + j * xs, xs, k, y + j * ys + i * 4, ys, 0)
+
+
 #: By the code of how weights are stored.
-PRODUCTS = {F32: product_f32, BF16: product_bf16, F16: product_f16}
+PRODUCTS = {F32: product_f32, BF16: product_bf16, F16: product_f16, I8: product_i8}
 
 
 @instruction(types.void, (_int,) * 13)

@@ -59,12 +59,19 @@ def widen(builder: Any, raw: Any, kind: int) -> Any:
     if kind == BF16:
         bits = builder.shl(builder.zext(raw, ivec), ir.Constant(ivec, [16] * LANES))
         return builder.bitcast(bits, vec)
+    if kind == I8:
+        return builder.sitofp(builder.sext(raw, ivec), vec)
     return builder.fpext(raw, vec) if kind == F16 else raw
 
 
 #: How a matrix is stored: the codes that kernels take.
-F32, BF16, F16 = 0, 1, 2
-STORED = {F32: (vec, 4), BF16: (ir.VectorType(i16, LANES), 2), F16: (ir.VectorType(f16, LANES), 2)}
+F32, BF16, F16, I8 = 0, 1, 2, 3
+STORED = {
+    F32: (vec, 4),
+    BF16: (ir.VectorType(i16, LANES), 2),
+    F16: (ir.VectorType(f16, LANES), 2),
+    I8: (ir.VectorType(ir.IntType(8), LANES), 1),
+}
 
 
 def load_stored(builder: Any, address: Any, kind: int) -> Any:
@@ -76,9 +83,9 @@ def load_stored(builder: Any, address: Any, kind: int) -> Any:
 def load_stored_first(builder: Any, address: Any, kind: int, lanes_mask: Any) -> Any:
     """Load the lanes of the mask, zeros elsewhere; memory outside the mask isn't touched."""
     lanes, align = STORED[kind]
-    suffix = {F32: "v16f32", BF16: "v16i16", F16: "v16f16"}[kind]
+    suffix = {F32: "v16f32", BF16: "v16i16", F16: "v16f16", I8: "v16i8"}[kind]
     load = declare(builder, f"llvm.masked.load.{suffix}.p0", lanes, [lanes.as_pointer(), i32, mask, lanes])
-    zero = ir.Constant(lanes, [0.0 if kind != BF16 else 0] * LANES)
+    zero = ir.Constant(lanes, [0.0 if kind in (F32, F16) else 0] * LANES)
     raw = builder.call(load, [pointer(builder, address, lanes), ir.Constant(i32, align), lanes_mask, zero])
     return widen(builder, raw, kind)
 
@@ -120,6 +127,12 @@ def load_f16(builder: Any, address: Any) -> Any:
     return load_stored(builder, address, F16)
 
 
+@instruction(f32x16, (_int,))
+def load_i8(builder: Any, address: Any) -> Any:
+    """Sixteen int8, as numbers."""
+    return load_stored(builder, address, I8)
+
+
 @instruction(f32x16, (_int, _int))
 def load_first(builder: Any, address: Any, count: Any) -> Any:
     """The first ``count`` float32 at an address, zeros in the other lanes."""
@@ -130,6 +143,12 @@ def load_first(builder: Any, address: Any, count: Any) -> Any:
 def load_bf16_first(builder: Any, address: Any, count: Any) -> Any:
     """The first ``count`` bfloat16, widened; zeros elsewhere."""
     return load_stored_first(builder, address, BF16, first_lanes(builder, count))
+
+
+@instruction(f32x16, (_int, _int))
+def load_i8_first(builder: Any, address: Any, count: Any) -> Any:
+    """The first ``count`` int8, as numbers; zeros elsewhere."""
+    return load_stored_first(builder, address, I8, first_lanes(builder, count))
 
 
 @instruction(f32x16, (_int, _int))

@@ -14,27 +14,31 @@ from recurra.ops.cpu.jit import address, kernel
 from recurra.ops.cpu.matmul import PRODUCT, PRODUCTS, call_product
 from recurra.ops.cpu.threads import claim, finish, thread_pool, wait_done
 from recurra.ops.cpu.tiles import load_some, store_some
-from recurra.ops.cpu.vectors import BF16, F16, F32, LANES, add, word
+from recurra.ops.cpu.vectors import BF16, F16, F32, I8, LANES, add, word
 from recurra.ops.linear.cpu_amx import product_bf16_amx, scratch_bytes
 from recurra.ops.linear.cpu_many import MANY_ROWS, many_rows
 
 KINDS = {torch.float32: F32, torch.bfloat16: BF16, torch.float16: F16}
+_SCALED = {torch.int8: I8}  # multiplied by their scales afterwards
 _PANEL_BYTES = 1 << 19  # batch rows taken at once: a part of a core's second-level cache
 
 
-def matrix_words(weight: Tensor, bias: Tensor | None) -> list[int]:
+def matrix_words(weight: Tensor, bias: Tensor | None, kinds: dict[torch.dtype, int] = KINDS) -> list[int]:
     """A matrix as kernels see it: data, product, bytes of a row, rows, columns, bias.
+
+    Args:
+        kinds: the dtypes that it may have.
 
     Raises:
         ConfigError: a dtype that no kernel widens.
     """
-    if weight.dtype not in KINDS:
+    if weight.dtype not in kinds:
         raise ConfigError(
             "dtype", str(weight.dtype), "the cpu backend has no product for such weights.",
             'Use "float32", "bfloat16" or "float16".',
         )  # fmt: skip
     assert weight.stride(1) == 1, weight.stride()
-    product = product_bf16_amx if fits_tiles(weight) else PRODUCTS[KINDS[weight.dtype]]
+    product = product_bf16_amx if fits_tiles(weight) else PRODUCTS[kinds[weight.dtype]]
     return [
         weight.data_ptr(), address(product, PRODUCT), row_bytes(weight), *weight.shape, pointer_of(bias)
     ]  # fmt: skip
@@ -134,6 +138,10 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     Raises:
         ConfigError: a dtype that isn't float32, bfloat16 or float16.
     """
+    return _product(x, weight, bias, KINDS)
+
+
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None, kinds: dict[torch.dtype, int]) -> Tensor:
     wide = unit_rows(x, "x")
     weight = weight.detach()
     if weight.stride(1) != 1:
@@ -141,16 +149,27 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     offset = None if bias is None else as_float32(bias, "bias").contiguous()
     batch, columns = wide.shape
     tiled = fits_tiles(weight)
-    if batch >= MANY_ROWS and not tiled:
+    if batch >= MANY_ROWS and not tiled and weight.dtype in kinds:
         return many_rows(wide, weight, offset).to(x.dtype)
     out = torch.empty(batch, weight.shape[0], dtype=torch.float32)
     pool = thread_pool(torch.get_num_threads())
     panel = panel_rows(columns)
     scratch = np.empty((pool.num_threads, scratch_row(min(panel, batch), columns)), dtype=np.uint8)
     arguments = table(
-        *matrix_words(weight, offset), chunk_rows(columns, batch, tiled, pool.num_threads), panel,
+        *matrix_words(weight, offset, kinds), chunk_rows(columns, batch, tiled, pool.num_threads), panel,
         wide.data_ptr(), row_bytes(wide), batch, out.data_ptr(), scratch.ctypes.data, scratch.strides[0],
         pool.num_threads,
     )  # fmt: skip
     pool.run(address(_job), arguments.numpy())
     return out.to(x.dtype)
+
+
+def linear_scaled(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
+    """See :class:`recurra.ops.linear.LinearScaled`, for int8 weights. A row's result doesn't depend on the others.
+
+    Raises:
+        ConfigError: x in a dtype that isn't float32, bfloat16 or float16.
+    """
+    assert weight.dtype == torch.int8, weight.dtype
+    product = _product(unit_rows(x, "x"), weight, None, _SCALED).mul_(as_float32(scale, "scale").view(-1))
+    return (product if bias is None else product.add_(as_float32(bias, "bias"))).to(x.dtype)

@@ -30,6 +30,9 @@ class ServerConfig(BaseModel):
         default_chat_max_tokens: answer limit of a chat request that names none, where the checkpoint's
             generation_config.json names none either. A recurrent model has no context limit that would
             end an endless answer, so there is one here; None removes it.
+        responses_dir: folder of responses stored by /v1/responses; None: the engine's prefix_cache_dir, and where
+            there is none they end with the server.
+        responses_days: days that they are kept.
         unknown_fields: "refuse" answers 400 to a request field that nobody knows, as OpenAI does.
         shutdown_timeout: seconds that requests in flight get to finish after the first signal.
         engine_restart_limit: how often in a row an engine that ends within a minute is started again.
@@ -54,6 +57,8 @@ class ServerConfig(BaseModel):
     max_prompts_per_call: int = 2048
     max_queue_len: int | None = 1024
     default_chat_max_tokens: int | None = 4096
+    responses_dir: Path | None = None
+    responses_days: float = 30.0
     unknown_fields: UnknownFields = "refuse"
     shutdown_timeout: float = 30.0
     engine_restart_limit: int = 5
@@ -87,6 +92,13 @@ class ServerConfig(BaseModel):
         _check(queue is None or queue >= 1, "max_queue_len", queue, "no request would fit.", "Use 1 or more, or None.")  # fmt: skip
         limit = self.default_chat_max_tokens
         _check(limit is None or limit >= 1, "default_chat_max_tokens", limit, "no answer would fit.", "Use 1 or more, or None.")  # fmt: skip
+        _check(
+            self.responses_days > 0,
+            "responses_days",
+            self.responses_days,
+            "nothing would be kept.",
+            "Use 30.",
+        )
         _check(self.shutdown_timeout >= 0, "shutdown_timeout", self.shutdown_timeout, "negative.", "Use seconds, 0 to end at once.")  # fmt: skip
         _check(self.engine_restart_limit >= 0, "engine_restart_limit", self.engine_restart_limit, "negative.", "Use 0 (never restart) or more.")  # fmt: skip
         _check(0 < self.restart_backoff <= self.restart_backoff_max, "restart_backoff", self.restart_backoff, "not between 0 and restart_backoff_max.", "Use 1.0.")  # fmt: skip

@@ -17,6 +17,7 @@ from recurra.server.context import context_of
 from recurra.server.middleware.access import Access
 from recurra.server.middleware.auth import Auth
 from recurra.server.middleware.limits import BodyLimit, Draining
+from recurra.server.response_routes import router as response_router
 from recurra.server.routes import router
 from recurra.server.sse import ClientGoneError
 from recurra.server.state import ServerState
@@ -35,10 +36,12 @@ def create_app(state: ServerState) -> FastAPI:
             yield
         finally:
             await state.supervisor.stop()
+            state.responses.close()
 
     app = FastAPI(title="Recurra", version=__version__, lifespan=lifespan, strict_content_type=False)
     app.state.server = state
     app.include_router(router)
+    app.include_router(response_router)
     _add_error_replies(app, state)
     _add_middleware(app, state)
     return app

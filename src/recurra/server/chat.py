@@ -49,7 +49,7 @@ def engine_prompt(
     params = body.sampling_params(
         info.vocab_size, True, info.sampling_defaults, max_tokens=limit, logprobs=body.num_logprobs
     )
-    return Prompt(token_ids, params, body.priority or 0)
+    return Prompt(token_ids, params, body.priority or 0, body.cache_salt)
 
 
 @dataclass(slots=True)

@@ -24,6 +24,7 @@ class Prompt:
     token_ids: list[int]
     params: SamplingParams
     priority: int = 0
+    cache_salt: str | None = None
 
 
 @dataclass(slots=True)
@@ -136,7 +137,9 @@ class EngineClient:
         for index, prompt in enumerate(call.prompts):
             # The client's own id alone could be in use by another call.
             engine_id = f"{call.request_id}/{call.call_id}/{index}"
-            requests.append(EngineRequest(engine_id, prompt.token_ids, prompt.params, prompt.priority))
+            requests.append(
+                EngineRequest(engine_id, prompt.token_ids, prompt.params, prompt.priority, prompt.cache_salt)
+            )
             self._requests[engine_id] = _Follow(call, index, now)
             call.open[engine_id] = index
         self._calls[call.call_id] = call

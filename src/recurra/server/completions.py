@@ -88,7 +88,7 @@ def engine_prompts(
             logprobs=body.logprobs,
             prompt_logprobs=_prompt_logprobs(body),
         )
-        prompts.append(Prompt(source.token_ids, params, body.priority or 0))
+        prompts.append(Prompt(source.token_ids, params, body.priority or 0, body.cache_salt))
     return prompts
 
 

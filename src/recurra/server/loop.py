@@ -106,7 +106,9 @@ class EngineLoop:
         queued: list[str] = []
         try:
             for request in call.requests:
-                prompt = {"prompt_token_ids": request.prompt_token_ids}
+                prompt: dict[str, Any] = {"prompt_token_ids": request.prompt_token_ids}
+                if request.cache_salt is not None:
+                    prompt["cache_salt"] = request.cache_salt
                 self.engine.add_request(request.request_id, prompt, request.params, request.priority)
                 queued.append(request.request_id)
         except RequestError as error:

@@ -39,6 +39,7 @@ class EngineRequest(Struct):
     prompt_token_ids: list[int]
     params: SamplingParams
     priority: int = 0
+    cache_salt: str | None = None
 
 
 class Submit(Struct):

@@ -76,44 +76,44 @@ async def metrics(state: State) -> Response:
 @router.get("/v1/models", response_model=ModelList)
 async def models(state: State) -> Response:
     """All served names."""
-    return _json({"object": "list", "data": [_card(state, name) for name in state.names]})
+    return json_response({"object": "list", "data": [_card(state, name) for name in state.names]})
 
 
 @router.get("/v1/models/{model_id:path}", response_model=ModelCard)
 async def model(model_id: str, state: State) -> Response:
     """One served name, or 404."""
-    return _json(_card(state, state.model_name(model_id)))
+    return json_response(_card(state, state.model_name(model_id)))
 
 
 @router.post("/v1/completions", response_model=CompletionResponse)
 async def complete(body: CompletionRequest, state: State, request: Request) -> Response:
     """Continue one or more prompts."""
-    name = _check(body, state)
+    name = check_body(body, state)
     info, tokenizer = state.info, state.tokenizer
     found = await completions.sources(body, tokenizer, info, state.config.max_prompts_per_call)
     prompts = completions.engine_prompts(body, found, info, tokenizer is not None)
     response_id = f"cmpl-{context_of(request.scope).request_id}"
     writer = completions.CompletionWriter(body, found, tokenizer, response_id, name)
-    return await _answer(body, prompts, writer, state, request)
+    return await answer_call(body, prompts, writer, state, request)
 
 
 @router.post("/v1/chat/completions", response_model=ChatResponse)
 async def chat_complete(body: ChatRequest, state: State, request: Request) -> Response:
     """Continue a conversation."""
-    name = _check(body, state)
+    name = check_body(body, state)
     info, tokenizer = state.info, state.tokenizer
     ids = await chat_ids(tokenizer, body)
     check_ids(ids, info, "messages")
     prompt = chat.engine_prompt(body, ids, info, state.config.default_chat_max_tokens)
     response_id = f"chatcmpl-{context_of(request.scope).request_id}"
     writer = chat.ChatWriter(body, ids, tokenizer, response_id, name)
-    return await _answer(body, [prompt], writer, state, request)
+    return await answer_call(body, [prompt], writer, state, request)
 
 
 @router.post("/tokenize", response_model=TokenizeResponse)
 async def tokenize(body: TokenizeRequest, state: State) -> Response:
     """Token ids of a text or a conversation."""
-    _check(body, state)
+    check_body(body, state)
     if body.prompt is None:
         ids = await chat_ids(state.tokenizer, body)
     else:
@@ -121,20 +121,21 @@ async def tokenize(body: TokenizeRequest, state: State) -> Response:
     names = TokenNames(state.tokenizer)
     strings = [names.name(token_id) for token_id in ids] if body.return_token_strs else None
     limit = state.facts.max_model_len
-    return _json({"count": len(ids), "max_model_len": limit, "tokens": ids, "token_strs": strings})
+    return json_response({"count": len(ids), "max_model_len": limit, "tokens": ids, "token_strs": strings})
 
 
 @router.post("/detokenize", response_model=DetokenizeResponse)
 async def detokenize(body: DetokenizeRequest, state: State) -> Response:
     """Text of token ids, special tokens included."""
-    _check(body, state)
+    check_body(body, state)
     tokenizer = need_tokenizer(state.tokenizer, "tokens")
     if body.tokens:
         check_ids(body.tokens, state.facts, "tokens")
-    return _json({"prompt": tokenizer.decode(body.tokens, skip_special_tokens=False)})
+    return json_response({"prompt": tokenizer.decode(body.tokens, skip_special_tokens=False)})
 
 
-def _json(data: Any) -> Response:
+def json_response(data: Any) -> Response:
+    """A reply."""
     return Response(msgspec.json.encode(data), media_type="application/json")
 
 
@@ -149,7 +150,7 @@ def _card(state: ServerState, name: str) -> ModelCard:
     }
 
 
-def _check(body: Body, state: ServerState) -> str:
+def check_body(body: Body, state: ServerState) -> str:
     """Refuse what no engine is needed for; returns the served name."""
     body.check_extra(ignore_unknown=state.config.unknown_fields == "ignore")
     if isinstance(body, Streamed):
@@ -157,7 +158,7 @@ def _check(body: Body, state: ServerState) -> str:
     return state.model_name(body.model)
 
 
-async def _answer(
+async def answer_call(
     body: Streamed, prompts: Sequence[Prompt], writer: Writer, state: ServerState, request: Request
 ) -> Response:
     """Run a call, whole or as a stream; a client that goes away aborts it."""
@@ -187,4 +188,4 @@ async def _answer(
             return state.report(error, context)
 
         return EventStream(events(), on_error, lambda: context.fields.update(client_gone=True))
-    return _json(await while_connected(whole(), request.receive))
+    return json_response(await while_connected(whole(), request.receive))

@@ -22,6 +22,7 @@ from recurra.server.logs import LogConfig, set_up_logging
 from recurra.server.metrics import Metrics
 from recurra.server.process import EngineProcess
 from recurra.server.state import ServerState, shutting_down
+from recurra.server.stored import ResponseStore
 from recurra.server.supervisor import RestartPolicy, Supervisor
 from recurra.server.worker import EngineFactory, build_engine
 
@@ -55,7 +56,16 @@ def build_state(server: ServerConfig, engine: EngineConfig, factory: EngineFacto
     policy = RestartPolicy(server.restart_backoff, server.restart_backoff_max, server.engine_restart_limit)
     supervisor = Supervisor(lambda: EngineProcess(factory, engine, logs), metrics, policy)
     names = server.served_model_name or (Path(engine.model).resolve().name,)
-    return ServerState(server, supervisor, metrics, load_tokenizer(engine), names)
+    responses = ResponseStore(_responses_folder(server, engine), server.responses_days)
+    return ServerState(server, supervisor, metrics, load_tokenizer(engine), names, responses=responses)
+
+
+def _responses_folder(server: ServerConfig, engine: EngineConfig) -> Path | None:
+    """Where stored responses go: beside the states that they go on from, unless said otherwise."""
+    if server.responses_dir is not None:
+        return server.responses_dir.expanduser()
+    states = getattr(engine, "prefix_cache_dir", None)
+    return None if states is None else Path(states).expanduser()
 
 
 def load_tokenizer(config: EngineConfig) -> Tokenizer | None:

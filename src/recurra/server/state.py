@@ -15,6 +15,7 @@ from recurra.server.context import RequestContext
 from recurra.server.errors import Problem, RefusalError, problem_of
 from recurra.server.messages import EngineInfo
 from recurra.server.metrics import Metrics
+from recurra.server.stored import ResponseStore
 from recurra.server.supervisor import Phase, Supervisor
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ class ServerState:
     created: int = field(default_factory=lambda: int(time.time()))
     draining: bool = False
     in_flight: int = 0
+    responses: ResponseStore = field(default_factory=ResponseStore)
 
     @property
     def info(self) -> EngineInfo:

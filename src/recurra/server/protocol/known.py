@@ -11,7 +11,7 @@ from recurra.errors import RequestError
 #: Accepted and without effect on the answer.
 HARMLESS = frozenset({
     "user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key",
-    "prompt_cache_retention", "cache_salt", "parallel_tool_calls", "prediction", "request_id",
+    "prompt_cache_retention", "parallel_tool_calls", "prediction", "request_id",
 })  # fmt: skip
 
 

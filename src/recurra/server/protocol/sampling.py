@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from pydantic import Field
+
 from recurra.engine.generation import merged
 from recurra.errors import RequestError
 from recurra.sampling_params import SamplingParams
@@ -41,6 +43,7 @@ class SamplingFields(Streamed):
     bad_words: list[str] | None = None
     skip_special_tokens: bool | None = None
     priority: Int | None = None
+    cache_salt: str | None = Field(default=None, min_length=1)
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
 

@@ -48,6 +48,51 @@ def test_scores_are_those_of_the_plain_weights(way: str, bamba: Path, tmp_path: 
     assert (want - _scores(_load(bamba))).abs().max() > 1e-3, "quantising changed nothing"
 
 
+def _narrow(model: torch.nn.Module) -> list[str]:
+    return [n for n, p in model.named_parameters() if p.dtype in (torch.int8, torch.float8_e4m3fn)]
+
+
+@pytest.mark.parametrize("way", ["int8", "int8 packed"])
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+def test_int8_stays_int8_on_the_cpu(way: str, backend: str, bamba: Path, tmp_path: Path) -> None:
+    stored, plain = quantise(bamba, tmp_path, way)
+    model = _load(stored, backend, torch.bfloat16)
+    assert "layers.2.mixer.qkv.weight" in _narrow(model)
+    assert "layers.0.mlp.w_in.weight" in _narrow(model)
+    # The kept weights aren't rounded to bfloat16, the tables are in both.
+    want = _load(plain, backend)
+    for path in ("embedding.weight", "head.weight"):
+        wide = want.get_parameter(path)
+        wide.data.copy_(wide.bfloat16().float())
+    torch.testing.assert_close(_scores(model), _scores(want), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("way", ["int8 zero points", "int4", "fp8", "float channel"])
+def test_others_become_wide_on_the_cpu(way: str, bamba: Path, tmp_path: Path) -> None:
+    assert _narrow(_load(quantise(bamba, tmp_path, way)[0])) == []
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("way", ["fp8", "fbgemm", "float channel", "fp8 blocks", "int8"])
+def test_float8_on_the_gpu(way: str, tmp_path: Path) -> None:
+    """Made for float8 activations it stays float8, and scores are near those of the plain weights."""
+    source = cases_bamba.write(
+        tmp_path / "source", hidden_size=64, intermediate_size=64, mamba_n_heads=8, mamba_d_state=16
+    )
+    stored, plain = quantise(source, tmp_path, way)
+    models = [
+        load_model(
+            read_config(folder), ops=machine_of("cuda", "triton").ops, device=torch.device("cuda"),
+            weight_dtype=torch.bfloat16, act_dtype=torch.bfloat16,
+        )
+        for folder in (stored, plain)
+    ]  # fmt: skip
+    assert bool(_narrow(models[0])) == (way in ("fp8", "fbgemm"))
+    got, want = (Driver(m, device=torch.device("cuda")).step(prefill=[Piece(1, PROMPT)])[0] for m in models)
+    assert got.isfinite().all()
+    assert (got - want).norm() <= (0.25 if _narrow(models[0]) else 1e-6) * want.norm()
+
+
 @pytest.mark.parametrize("way", ["fp8 blocks", "int8", "int4"])
 def test_experts(way: str, tmp_path: Path) -> None:
     source = next(iter(cases_jamba.CASES.values())).write(tmp_path / "source")
@@ -73,7 +118,7 @@ def test_scales_in_another_file(bamba: Path, tmp_path: Path) -> None:
 def test_what_is_done_is_logged(bamba: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     stored, _ = quantise(bamba, tmp_path, "int4")
     _load(stored)
-    assert "weights are int of 4 bits with a scale for 16 columns of a row" in caplog.text
+    assert "weights are int of 4 bits with a scale for 16 columns of a row, 0 stay so" in caplog.text
 
 
 def _spoil(folder: Path, ending: str, value: Tensor | None) -> str:

@@ -19,7 +19,8 @@ from recurra.models.config import NAMES, Fields, Layout, ModelConfig, model_conf
 from recurra.models.family import Build, CausalLM, Family
 from recurra.models.files import WeightFiles, find_pickle, find_safetensors
 from recurra.models.quant_files import QuantisedFiles
-from recurra.models.weights import FLOATS, Progress, draw, load
+from recurra.models.quant_keep import keep_narrow
+from recurra.models.weights import FLOATS, Entry, Map, Progress, draw, load
 from recurra.ops import Ops
 
 __all__ = [
@@ -168,7 +169,8 @@ def load_model(
     else:
         tied = family.tied if config.tie_word_embeddings else None
         if isinstance(files, QuantisedFiles):
-            log.warning("%s: %s; they are computed in %s.", config.path, files.describe(), weight_dtype)
+            entries = (*entries, *_kept(model, ops, entries, config.num_layers, files, act_dtype))
+            log.warning("%s: %s; others become %s.", config.path, files.describe(), weight_dtype)
         load(model, entries, config.num_layers, files, tied, progress)
         files.close()
     return model.eval()
@@ -214,6 +216,16 @@ def _family(architecture: str) -> Family:
     family = getattr(import_module(module), name)
     assert isinstance(family, Family)
     return family
+
+
+def _kept(
+    model: CausalLM, ops: Ops, entries: Map, num_layers: int, files: QuantisedFiles, act: torch.dtype
+) -> tuple[Entry, ...]:
+    """Entries of the scales of weights that stay in 8 bits: none where the fused step takes wide weights alone."""
+    if ops.build_decode_stack is not None and model.stack_weights() is not None:
+        return ()
+    assert isinstance(model, nn.Module)
+    return keep_narrow(model, entries, num_layers, files, act)
 
 
 def _open_files(config: ModelConfig, family: Family, load_format: str) -> WeightFiles:

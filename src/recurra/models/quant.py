@@ -5,7 +5,8 @@
 with one scale a tensor, a row, a group of a row's columns, or a block of rows and columns. Three ways to say so are
 read: ``fp8`` (DeepSeek's and Qwen's blocks with ``weight_scale_inv``, or a scale a tensor), ``fbgemm_fp8`` (a scale a
 row) and ``compressed-tensors`` (fp8, int8, and packed integers of 4 or 8 bits). All of them describe activations too;
-here activations aren't quantised, which is never less exact.
+here activations are quantised only where the
+hardware multiplies float8 with nothing else, and only if the checkpoint is made for it.
 """
 
 from __future__ import annotations
@@ -44,12 +45,14 @@ class Scheme:
         bits: of a number.
         strategy: what shares a scale.
         size: rows and columns that share a scale, for groups and blocks; 0 elsewhere.
+        activations: whether the checkpoint is made for activations in the same format.
     """
 
     kind: Literal["float", "int"]
     bits: int
     strategy: Strategy
     size: tuple[int, int] = (0, 0)
+    activations: bool = False
 
     def scale_shapes(self, shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
         """Shapes that scales of a weight (..., rows, columns) may have; the first is the usual one."""
@@ -95,11 +98,15 @@ def read_quantisation(fields: Fields) -> Quantisation | None:
     if method == "compressed-tensors":
         return Quantisation(method, _compressed(how))
     if method == "fbgemm_fp8":
-        return Quantisation(method, (Scheme("float", 8, "channel"),))
+        return Quantisation(method, (Scheme("float", 8, "channel", activations=True),))
     size = how.raw.get("weight_block_size")
     if size is None:
-        return Quantisation(method, (Scheme("float", 8, "tensor"), Scheme("float", 8, "channel")))
-    return Quantisation(method, (Scheme("float", 8, "block", _block(how, "weight_block_size")),))
+        shared: tuple[Strategy, ...] = ("tensor", "channel")
+        return Quantisation(
+            method, tuple(Scheme("float", 8, strategy, activations=True) for strategy in shared)
+        )
+    block = _block(how, "weight_block_size")
+    return Quantisation(method, (Scheme("float", 8, "block", block, activations=True),))
 
 
 def _compressed(how: Fields) -> tuple[Scheme, ...]:
@@ -128,7 +135,9 @@ def _scheme(group: Fields) -> Scheme:
         size = (1, weights.whole("group_size"))
     elif strategy == "block":
         size = _block(weights, "block_structure")
-    return Scheme(kind, bits, strategy, size)
+    activations = group.section("input_activations").raw
+    alike = (activations.get("type"), activations.get("num_bits")) == (kind, bits)
+    return Scheme(kind, bits, strategy, size, alike)
 
 
 def _block(fields: Fields, key: str) -> tuple[int, int]:

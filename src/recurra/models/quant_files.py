@@ -72,6 +72,7 @@ class QuantisedFiles(WeightFiles):
         self._quantisation = quantisation
         self.quantised: dict[str, Quantised] = {}
         self._afar: dict[str, Tensor] = {}
+        self._kept: dict[str, str] = {}  # name of a kept weight's scales to the weight's
         for name in list(self._pieces):
             weight = name.removesuffix(_PACKED)
             if name != weight or self._pieces[name].dtype in (*_FLOAT8, _INT8):
@@ -87,16 +88,40 @@ class QuantisedFiles(WeightFiles):
         self._afar.update({part: self._piece(part) for part in self._pieces_afar()})
 
     def describe(self) -> str:
-        """What is stored how: "24 weights are float of 8 bits with a scale a row"."""
+        """What is stored how, and what stays so: "24 weights are float of 8 bits with a scale a row, 20 stay so"."""
         counts = Counter(str(q.scheme) for q in self.quantised.values())
-        return (
-            ", ".join(f"{count} weights are {scheme}" for scheme, count in counts.items()) or "no weight is"
-        )
+        stored = ", ".join(f"{count} weights are {scheme}" for scheme, count in counts.items())
+        return f"{stored or 'no weight is quantised'}, {len(self._kept)} stay so"
+
+    def can_keep(self, name: str, dtype: torch.dtype) -> bool:
+        """Whether a weight can be read as numbers of ``dtype`` and scales (rows, 1)."""
+        q = self.quantised.get(name)
+        if q is None or q.zero_point or q.scheme.bits != 8 or q.scheme.strategy not in ("tensor", "channel"):
+            return False
+        if len(q.shape) != 2:
+            return False
+        if dtype == torch.int8:
+            return q.scheme.kind == "int"
+        return self._pieces[q.numbers].dtype == _FLOAT8[0] and q.scheme.activations
+
+    def keep(self, name: str, dtype: torch.dtype) -> str:
+        """Read a weight as numbers of ``dtype`` from now on; returns the name under which its scales are read."""
+        q, scale = self.quantised[name], name + _SCALES[1]
+        numbers, scales = self._pieces[q.numbers], self._pieces[q.scale]
+        self.tensors[name] = Stored(numbers.file, name, q.shape, dtype, numbers.nbytes)
+        self.tensors[scale] = Stored(numbers.file, scale, (q.shape[0], 1), torch.float32, scales.nbytes)
+        self._kept[scale] = name
+        return scale
 
     def read(self, name: str) -> Tensor:
-        """One tensor, on the CPU: as stored, or in float32 where it is quantised."""
+        """One tensor, on the CPU: as stored, or in float32 where it is quantised and not kept."""
+        if name in self._kept:
+            q = self.quantised[self._kept[name]]
+            return spread(self._piece(q.scale), q.shape, q.scheme).float().expand(q.shape[0], 1)
         if name not in self.quantised:
             return super().read(name)
+        if self.tensors[name].dtype != torch.float32:
+            return self.read_parts(name)[0]
         q = self.quantised[name]
         numbers, scale, zero_point = self.read_parts(name)
         groups = None if q.groups is None else self._piece(q.groups)

@@ -148,7 +148,7 @@ def _plan(model: nn.Module, entries: Map, num_layers: int, stored: Collection[st
     parameters = {name: p.data for name, p in model.named_parameters()}
     unfilled = {name: p.numel() for name, p in parameters.items()}
     plan: dict[str, _Load] = {}
-    for entry in _settled(entries, num_layers, stored):
+    for entry in settled(entries, num_layers, stored):
         for name, target in entry.layers(num_layers):
             for stored, part in entry.parts(name, parameters[target]) if target in parameters else ():
                 assert stored not in plan, f"two entries for {stored}"
@@ -159,7 +159,7 @@ def _plan(model: nn.Module, entries: Map, num_layers: int, stored: Collection[st
     return plan
 
 
-def _settled(entries: Map, num_layers: int, stored: Collection[str]) -> Iterable[Entry]:
+def settled(entries: Map, num_layers: int, stored: Collection[str]) -> Iterable[Entry]:
     """The map with each choice made."""
 
     def present(form: tuple[Entry, ...]) -> bool:
@@ -252,7 +252,7 @@ def _check(plan: dict[str, _Load], files: WeightFiles, extra_copy: str | None) -
 
 
 def _misfit(name: str, stored: Stored, load_: _Load) -> list[str]:
-    if stored.dtype not in FLOATS:
+    if stored.dtype not in (*FLOATS, load_.parameter.dtype):
         return [f"{name} is stored as {stored.dtype}, and only plain floats are read (no quantised weights)"]
     want = tuple(load_.parameter.shape)
     if tuple(load_.entry.convert(torch.empty(stored.shape, device="meta")).shape) != want:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import statistics
 import subprocess
@@ -42,7 +43,15 @@ MODELS: dict[str, dict[str, Any]] = {
         "state_size": 128, "num_hidden_layers": 64, "expand": 2, "conv_kernel": 4, "num_heads": 80,
         "head_dim": 64, "n_groups": 1, "vocab_size": 50288, "tie_word_embeddings": True,
     },
+    "codestral-7b": {
+        "architectures": ["Mamba2ForCausalLM"], "model_type": "mamba2", "hidden_size": 4096,
+        "state_size": 128, "num_hidden_layers": 64, "expand": 2, "conv_kernel": 4, "num_heads": 128,
+        "head_dim": 64, "n_groups": 8, "vocab_size": 32768, "tie_word_embeddings": False,
+    },
 }  # fmt: skip
+
+#: Runs of steps; the median counts.
+RUNS = 3
 
 
 def copy_rate(device: torch.device) -> float:
@@ -75,19 +84,20 @@ def gate(llm: LLM) -> int:
 
 
 def decode_step(engine: LLMEngine, batch: int, steps: int, device: torch.device) -> float:
-    """Median milliseconds of a step that decodes ``batch`` sequences, sampling and scheduling included."""
-    params = SamplingParams(temperature=0, max_tokens=steps + 8, ignore_eos=True, detokenize=False)
+    """Milliseconds of a step that decodes ``batch`` sequences, sampling and scheduling included."""
+    params = SamplingParams(temperature=0, max_tokens=RUNS * steps + 8, ignore_eos=True, detokenize=False)
     for i in range(batch):
         engine.add_request(f"b{i}", {"prompt_token_ids": [10 + i % 1000] * 16}, params)
     while engine.scheduler.num_waiting or engine.stats().generation_tokens < 2 * batch:
         engine.step()
     times = []
-    for _ in range(steps):
+    for _ in range(RUNS):
         sync(device)
         start = time.perf_counter()
-        engine.step()
+        for _ in range(steps):  # as many steps end in here as begin: the engine keeps one under way
+            engine.step()
         sync(device)
-        times.append(time.perf_counter() - start)
+        times.append((time.perf_counter() - start) / steps)
     while engine.has_unfinished_requests():
         engine.step()
     engine.reset_stats()
@@ -111,14 +121,41 @@ def prefill(engine: LLMEngine, count: int, length: int, device: torch.device) ->
     return statistics.median(times[1:]) * 1e3
 
 
+def start_times(name: str, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Seconds from starting a process to an engine that is ready, with an empty kernel cache and a full one."""
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(MODELS[name]))
+        settings = f"folder, device={args.device!r}, dtype={args.dtype!r}, load_format='dummy', "
+        program = (
+            "import sys; from recurra import LLM; folder = sys.argv[1]; "
+            f"llm = LLM({settings} skip_tokenizer_init=True, max_num_seqs={max(args.batches)}, "
+            "max_num_batched_tokens=8192, enable_prefix_caching=False); llm.llm_engine.warm_up(); print('ready')"
+        )
+        caches = {"TRITON_CACHE_DIR": f"{folder}/triton", "NUMBA_CACHE_DIR": f"{folder}/numba"}
+        for kernels in ("cold", "cached"):
+            start = time.perf_counter()
+            command = [sys.executable, "-c", program, folder]
+            with subprocess.Popen(
+                command, stdout=subprocess.PIPE, text=True, env=os.environ | caches
+            ) as child:
+                assert child.stdout is not None
+                ready = any(line.strip() == "ready" for line in child.stdout)
+                seconds = time.perf_counter() - start
+            assert ready, f"{name} did not start"
+            rows.append({"work": "start to ready", "shape": f"kernels {kernels}", "s": round(seconds, 1)})
+    return rows
+
+
 def measure(name: str, args: argparse.Namespace, rate: float, device: torch.device) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(MODELS[name]))
         llm = LLM(
             folder, device=args.device, dtype=args.dtype, load_format="dummy", skip_tokenizer_init=True,
-            max_num_seqs=max(args.batches), max_num_batched_tokens=8192,
+            max_num_seqs=max(args.batches), max_num_batched_tokens=8192, enable_prefix_caching=False,
         )  # fmt: skip
     engine = llm.llm_engine
+    engine.warm_up()
     distinct = gate(llm)
     engine.reset_stats()
     weights = sum(p.numel() * p.element_size() for p in engine.runner.model.parameters())
@@ -140,6 +177,10 @@ def measure(name: str, args: argparse.Namespace, rate: float, device: torch.devi
             "work": "prefill", "shape": f"{count} x {length}", "ms": round(ms, 2),
             "tokens_per_s": round(count * length / ms * 1e3),
         })  # fmt: skip
+    del engine, llm
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    rows += [common | row for row in start_times(name, args)] if args.start else []
     for row in rows:
         print(json.dumps(row), flush=True)
     return rows
@@ -152,6 +193,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 64, 256])
     parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--start", action="store_true", help="also measure starts, cold and cached")
     parser.add_argument("--commit", default="", help="commit to record, where git is not at hand")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()

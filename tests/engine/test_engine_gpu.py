@@ -14,6 +14,8 @@ from engine_models import TOLERANCE, RealModel
 from fakes import poison_slots, run, run_dry
 
 from recurra.engine.engine import LLMEngine
+from recurra.engine.forward import EagerForward
+from recurra.engine.graphs import GraphForward
 from recurra.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.gpu
@@ -23,9 +25,9 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=COUNT, ignore_eos=True)
 
 
 def on_gpu(real: RealModel, **settings: Any) -> LLMEngine:
-    return real.engine(
-        **({"device": "cuda", "dtype": "float32", "mamba_config": None, "num_state_slots": 8} | settings)
-    )
+    """Engines that leave the GPU to others: kept states would take half of what is free."""
+    chosen = {"device": "cuda", "dtype": "float32", "mamba_config": None, "num_state_slots": 8}
+    return real.engine(**(chosen | {"prefix_cache_bytes": 1 << 24} | settings))
 
 
 @pytest.mark.parametrize("budget", [3, 16, 1000])
@@ -112,7 +114,13 @@ def test_half_precision_weights_run_and_one_prompt_has_one_answer(real: RealMode
 
 
 def test_slots_fill_the_share_of_memory_that_was_given(mamba2: RealModel) -> None:
-    engine = mamba2.engine(device="cuda", mamba_config=None, max_num_seqs=None, gpu_memory_utilization=0.5)
+    engine = mamba2.engine(
+        device="cuda",
+        mamba_config=None,
+        max_num_seqs=None,
+        gpu_memory_utilization=0.5,
+        enable_prefix_caching=False,
+    )
     free, total = torch.cuda.mem_get_info()
     assert free > 0.4 * total
     assert engine.limits.max_num_seqs == engine.slots.num_slots == 256
@@ -121,11 +129,27 @@ def test_slots_fill_the_share_of_memory_that_was_given(mamba2: RealModel) -> Non
 def test_warm_up_leaves_nothing_to_compile(mamba2: RealModel, monkeypatch: pytest.MonkeyPatch) -> None:
     from triton import knobs
 
-    engine = on_gpu(mamba2)
+    engine = on_gpu(mamba2, num_state_slots=64, max_num_seqs=64)
     engine.warm_up()
     compiled: list[str] = []
     monkeypatch.setattr(
         knobs.runtime, "jit_post_compile_hook", lambda *a, **k: compiled.append(str(k.get("fn", a)))
     )
     run(engine, {"x": mamba2.prompts["16"]}, SamplingParams(max_tokens=2, seed=1))
+    many = {str(i): [1 + (7 * i + t) % 50 for t in range(1 + 37 * i % 301)] for i in range(64)}
+    run(engine, many, SamplingParams(max_tokens=4, seed=1, top_k=5, min_p=0.01, ignore_eos=True))
+    run(engine, {"long": [1 + t % 50 for t in range(5001)]}, SamplingParams(max_tokens=2, seed=1))
     assert not compiled
+
+
+@pytest.mark.parametrize("count", [*range(1, 9), 15, 16, 17, 33, 64, 65, 70])
+def test_recorded_steps_of_every_size_give_what_eager_ones_give(mamba2: RealModel, count: int) -> None:
+    """NaN in the scratch slot and in every free one, in both."""
+    prompts = {str(i): [1 + (11 * i + t) % 50 for t in range(3 + i % 5)] for i in range(count)}
+    texts = []
+    for eager in (False, True):
+        engine = on_gpu(mamba2, enforce_eager=eager, num_state_slots=70, max_num_seqs=70)
+        assert isinstance(engine.runner.forward, EagerForward if eager else GraphForward)
+        done = run(engine, prompts, SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True))
+        texts.append({name: output.outputs[0].token_ids for name, output in done.items()})
+    assert texts[0] == texts[1]

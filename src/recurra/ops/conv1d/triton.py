@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from recurra.ops.triton_dependent import await_before, launch_options, release
 from recurra.ops.triton_math import silu as silu_of
 from recurra.types import Chunks
 
@@ -127,7 +128,10 @@ def _update_kernel(
     SILU: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     BC: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
+    release(DEPENDENT)
+    await_before(DEPENDENT)
     channel_blocks: tl.constexpr = (CHANNELS + BC - 1) // BC
     pid = tl.program_id(0)
     c = (pid % channel_blocks) * BC + tl.arange(0, BC)
@@ -222,5 +226,6 @@ def causal_conv1d_update(
             x.stride(0), weight.stride(0), conv_state.stride(0),
             CHANNELS=channels, W=width, WP=triton.next_power_of_2(width), SILU=silu,
             HAS_BIAS=bias is not None, BC=_UPDATE_CHANNELS, num_warps=4,
+            **launch_options(x.device),
         )  # fmt: skip
     return out

@@ -17,7 +17,8 @@ from recurra.ops.triton_dependent import await_before, launch_options, release
 
 #: Most rows of x that a program multiplies with its part of the weight.
 MOST_ROWS = 1
-_COLUMNS = 512
+#: Rows of the weight to a program: few, so that there are programs enough where the weight has few rows.
+_BLOCK = 2
 
 
 @triton.jit
@@ -56,19 +57,22 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """See :class:`recurra.ops.linear.Linear`."""
     if x.shape[0] > MOST_ROWS or x.shape[0] == 0 or weight.dtype != x.dtype or x.dtype.itemsize != 2:
         return library_linear(x, weight, bias)
-    return row_product(x, weight, bias, 8)
+    return row_product(x, weight, bias)
 
 
-def row_product(x: Tensor, weight: Tensor, bias: Tensor | None, block: int) -> Tensor:
-    """One row: x (1, in_features), unit column stride; ``block`` rows of the weight to a program."""
+def row_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """One row: x (1, in_features), unit column stride."""
     size, width = weight.shape
     assert x.shape == (1, width), (x.shape, weight.shape)
     assert x.stride(1) == 1, f"strides {x.stride()}: unit column stride needed"
     assert weight.is_contiguous(), weight.stride()
     out = torch.empty((1, size), dtype=x.dtype, device=x.device)
+    # Two warps do for short rows; longer ones go on in larger steps.
+    columns, warps = (512, 2) if width < 4096 else (1024, 4)
     with torch.cuda.device_of(x):
-        _row_kernel[(triton.cdiv(size, block),)](
+        _row_kernel[(triton.cdiv(size, _BLOCK),)](
             x, weight, x if bias is None else bias, out, OUT=size, IN=width, HAS_BIAS=bias is not None,
-            BO=block, BI=min(_COLUMNS, triton.next_power_of_2(width)), num_warps=4, **launch_options(x.device),
+            BO=_BLOCK, BI=min(columns, triton.next_power_of_2(width)), num_warps=warps,
+            **launch_options(x.device),
         )  # fmt: skip
     return out

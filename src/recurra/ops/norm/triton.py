@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from recurra.ops.triton_dependent import await_before, launch_options, release
 from recurra.ops.triton_math import silu
 
 
@@ -27,7 +28,10 @@ def _norm_kernel(
     NORM_FIRST: tl.constexpr,
     BR: tl.constexpr,
     BW: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
+    release(DEPENDENT)
+    await_before(DEPENDENT)
     pair = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
     row = pair // GROUPS
     i = tl.arange(0, BW)
@@ -68,7 +72,7 @@ def _norm(
             pairs, x.stride(0), x.stride(0) if z is None else z.stride(0), eps,
             GROUPS=width // size, SIZE=size, HAS_Z=z is not None, HAS_WEIGHT=weight is not None,
             NORM_FIRST=norm_first, BR=together, BW=columns,
-            num_warps=min(16, max(1, together * columns // 512)),
+            num_warps=min(16, max(1, together * columns // 512)), **launch_options(x.device),
         )  # fmt: skip
     return out
 

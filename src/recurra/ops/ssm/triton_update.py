@@ -26,6 +26,7 @@ from recurra.ops.rounding.triton_device import (
     state_pointers,
     store_state,
 )
+from recurra.ops.triton_dependent import await_before, launch_options, release
 from recurra.ops.triton_math import decay_of, silu, step_size
 
 _NO_LIMIT = (0.0, float("inf"))
@@ -80,7 +81,10 @@ def _heads_kernel(
     ROUNDS: tl.constexpr,
     BP: tl.constexpr,
     BN: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
+    release(DEPENDENT)
+    await_before(DEPENDENT)
     blocks: tl.constexpr = (P + BP * LANES - 1) // (BP * LANES)
     pid = tl.program_id(0)
     i = (pid % blocks) * BP + tl.arange(0, BP)
@@ -271,7 +275,7 @@ def _heads(
         H=heads, P=dim, N=state_size, HEADS_A_GROUP=heads // B.shape[1], HAS_D=D is not None,
         HAS_Z=z is not None, HAS_BIAS=dt_bias is not None, SOFTPLUS=dt_softplus,
         LIMITED=dt_limit != _NO_LIMIT, FORMAT=state_format(ssm_state), LANES=lanes, ROUNDS=rounding.rounds,
-        BP=block, BN=columns, num_warps=warps,
+        BP=block, BN=columns, num_warps=warps, **launch_options(x.device),
     )  # fmt: skip
 
 

@@ -21,6 +21,7 @@ _COMMANDS = (
     ("run-batch", _TEXT, "Answer a file of requests in OpenAI's batch format."),
     ("serve", _SERVICE, "Serve a model over HTTP with OpenAI's API."),
     ("explain", _MACHINE, "Show which backend runs each operator, and why; with a model, what it costs."),
+    ("bench", _MACHINE, "Measure what kept states spare, on conversations like those that servers see."),
     ("collect-env", _MACHINE, "Show versions, device and settings, for bug reports."),
 )
 

@@ -26,6 +26,20 @@ class RMSNorm(nn.Module):
         return self._rms_norm(x, self.weight, self.eps)
 
 
+class RMSNormGrouped(RMSNorm):
+    """The same within each group of ``group_size`` columns, every column with a weight of its own."""
+
+    def __init__(
+        self, width: int, group_size: int, eps: float, *, ops: Ops, dtypes: Dtypes, device: torch.device
+    ) -> None:
+        super().__init__(width, eps, ops=ops, dtypes=dtypes, device=device)
+        self.group_size = group_size
+        self._rms_norm_gated = ops.rms_norm_gated
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._rms_norm_gated(x, None, self.weight, self.eps, self.group_size)
+
+
 class RMSNormGated(nn.Module):
     """``norm(x * silu(z)) * weight``, normalised within each group of ``group_size`` columns.
 

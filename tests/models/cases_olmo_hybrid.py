@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,8 @@ from checkpoints import read_tensors, write_hybrid
 _SPOILT = ("lm_head", "0.linear_attn.v_proj", "1.self_attn.k_norm", "0.linear_attn.A_log", "1.mlp.up_proj")
 
 
-def write(folder: Path, **overrides: Any) -> Path:
-    """Two gated delta nets and an attention layer; filters apart, as published."""
+def write_saved(folder: Path, **overrides: Any) -> Path:
+    """Two gated delta nets and an attention layer, as transformers saves them."""
     from transformers import OlmoHybridConfig, OlmoHybridForCausalLM
 
     sizes = {
@@ -25,10 +26,14 @@ def write(folder: Path, **overrides: Any) -> Path:
         "linear_key_head_dim": 10, "linear_value_head_dim": 12,
         "layer_types": ["linear_attention", "full_attention", "linear_attention"],
     }  # fmt: skip
-    sizes |= overrides
-    write_hybrid(folder, OlmoHybridConfig, OlmoHybridForCausalLM, sizes)
-    keys = sizes["linear_num_key_heads"] * sizes["linear_key_head_dim"]
-    _split_filters(folder, keys)
+    return write_hybrid(folder, OlmoHybridConfig, OlmoHybridForCausalLM, sizes | overrides)
+
+
+def write(folder: Path, **overrides: Any) -> Path:
+    """The same with filters apart, as published."""
+    write_saved(folder, **overrides)
+    config = json.loads((folder / "config.json").read_text())
+    _split_filters(folder, config["linear_num_key_heads"] * config["linear_key_head_dim"])
     return folder
 
 
@@ -45,6 +50,7 @@ def _split_filters(folder: Path, keys: int) -> None:
 
 CASES = {
     "olmo_hybrid": Case(write, tensors=_SPOILT),
+    "olmo_hybrid-saved": Case(write_saved, tensors=(*_SPOILT, "0.linear_attn.k_conv1d")),
     "olmo_hybrid-no-positions": Case(
         lambda folder: write(
             folder, attention_bias=True, tie_word_embeddings=True, linear_allow_neg_eigval=False,

@@ -219,23 +219,30 @@ def delta_entries(
 ) -> Map:
     """A delta mixer but for its projections of the input; the filters of q, k and v stacked or apart.
 
+    transformers 5.24 stacks filters, and cuts them into thirds again when it saves, whatever their sizes.
+
     Args:
         stored, target: prefixes of names in the checkpoint and of the :class:`recurra.layers.delta.DeltaMixer`.
         norm, out: names of the gated norm and the output projection in the checkpoint.
     """
     filter_ = f"{target}.conv1d.weight"
-    apart = (
-        Entry(f"{stored}.q_conv1d.weight", filter_, filters, part=Rows(0, sizes.keys)),
-        Entry(f"{stored}.k_conv1d.weight", filter_, filters, part=Rows(sizes.keys, sizes.keys)),
-        Entry(f"{stored}.v_conv1d.weight", filter_, filters, part=Rows(2 * sizes.keys, sizes.values)),
-    )
+    third = -(-sizes.conv_channels // 3)
+    stacked = (Entry(f"{stored}.conv1d.weight", filter_, filters),)
+    apart = _filters_apart(stored, filter_, (sizes.keys, sizes.keys, sizes.values))
+    thirds = _filters_apart(stored, filter_, (third, third, sizes.conv_channels - 2 * third))
     return (
-        Either(((Entry(f"{stored}.conv1d.weight", filter_, filters),), apart)),
+        Either((stacked, apart, thirds)),
         Entry(f"{stored}.A_log", f"{target}.A", head_decays, draw_decays),
         Entry(f"{stored}.dt_bias", f"{target}.dt_bias", draw=draw_steps),
         Entry(f"{stored}.{norm}.weight", f"{target}.norm.weight", Repeat(sizes.value_heads), draw_ones),
         Entry(f"{stored}.{out}.weight", f"{target}.out_proj.weight"),
     )
+
+
+def _filters_apart(stored: str, target: str, rows: tuple[int, int, int]) -> tuple[Entry, ...]:
+    names = ("q_conv1d", "k_conv1d", "v_conv1d")
+    parts = side_by_side(stored, target, zip(names, rows, strict=True))
+    return tuple(replace(entry, convert=filters) for entry in parts)
 
 
 def latent_entries(sizes: LatentSizes, stored: str, target: str, *, out: str = "o_proj") -> tuple[Entry, ...]:

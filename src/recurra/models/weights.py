@@ -7,7 +7,7 @@ files, checking names and shapes, converting number formats while copying, and d
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -126,8 +126,8 @@ class Entry:
 class Either:
     """Several ways in which checkpoints store the same parameters.
 
-    ``forms``: a checkpoint map each. That one is used of which a checkpoint has a tensor; the first if it has
-    none, or if there is no checkpoint.
+    ``forms``: a checkpoint map each. That one is used of which a checkpoint has a tensor, with as many rows as its
+    :class:`Rows` say if several forms have the same names; the first if it has none, or if there is no checkpoint.
     """
 
     forms: tuple[tuple[Entry, ...], ...]
@@ -143,32 +143,40 @@ class _Load:
     parameter: Tensor  # or the part of it
 
 
-def _plan(model: nn.Module, entries: Map, num_layers: int, stored: Collection[str]) -> dict[str, _Load]:
+def _plan(model: nn.Module, entries: Map, num_layers: int, stored: Mapping[str, Stored]) -> dict[str, _Load]:
     """Checkpoint name to what it fills; every value of every parameter is filled once."""
     parameters = {name: p.data for name, p in model.named_parameters()}
     unfilled = {name: p.numel() for name, p in parameters.items()}
     plan: dict[str, _Load] = {}
     for entry in settled(entries, num_layers, stored):
         for name, target in entry.layers(num_layers):
-            for stored, part in entry.parts(name, parameters[target]) if target in parameters else ():
-                assert stored not in plan, f"two entries for {stored}"
-                plan[stored] = _Load(entry, part)
+            for one, part in entry.parts(name, parameters[target]) if target in parameters else ():
+                assert one not in plan, f"two entries for {one}"
+                plan[one] = _Load(entry, part)
                 unfilled[target] -= part.numel()
     left = {name: count for name, count in unfilled.items() if count}
     assert not left, f"the checkpoint map fills too little or too much of {left}"
     return plan
 
 
-def settled(entries: Map, num_layers: int, stored: Collection[str]) -> Iterable[Entry]:
+def settled(entries: Map, num_layers: int, stored: Mapping[str, Stored]) -> Iterable[Entry]:
     """The map with each choice made."""
 
-    def present(form: tuple[Entry, ...]) -> bool:
-        names = (name.replace(EXPERT, "0") for entry in form for name, _ in entry.layers(num_layers))
-        return any(name in stored for name in names)
+    def found(form: tuple[Entry, ...]) -> list[tuple[Entry, Stored]]:
+        named = ((entry, name.replace(EXPERT, "0")) for entry in form for name, _ in entry.layers(num_layers))
+        return [(entry, stored[name]) for entry, name in named if name in stored]
+
+    def fits(form: tuple[Entry, ...]) -> bool:
+        return all(
+            tensor.shape[:1] == (entry.part.count,)
+            for entry, tensor in found(form)
+            if isinstance(entry.part, Rows)
+        )
 
     for entry in entries:
         if isinstance(entry, Either):
-            yield from next(filter(present, entry.forms), entry.forms[0])
+            present = [form for form in entry.forms if found(form)] or [entry.forms[0]]
+            yield from next(filter(fits, present), present[0])
         else:
             yield entry
 
@@ -219,7 +227,7 @@ def draw(
     progress: Progress | None,
 ) -> None:
     """Fill every parameter with dummy values of the usual scale; the same ones for the same seed and device."""
-    plan = _plan(model, entries, num_layers, ())
+    plan = _plan(model, entries, num_layers, {})
     total = sum(load_.parameter.nbytes for load_ in plan.values())
     done = 0
     generators: dict[torch.device, torch.Generator] = {}

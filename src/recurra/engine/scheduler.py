@@ -244,7 +244,8 @@ class Scheduler:
                 budget -= self._append_chunk(chunks, sequence, budget)
         if self.num_preemptions > preemptions:
             decode = [s for s in decode if s.status is Status.RUNNING]
-            return Plan((), tuple(decode), tuple(c for c in chunks if c.sequence.status is Status.RUNNING))
+            chunks = [c for c in chunks if c.sequence.status is Status.RUNNING]
+            return Plan((), tuple(decode), tuple(chunks)) or self._oldest_alone(states)
         restores = []
         while budget > 0 and self._can_admit():
             entry = self._admit()
@@ -258,6 +259,8 @@ class Scheduler:
                 self._decoding[entry.sequence] = None
                 decode.append(entry.sequence)
                 budget -= 1
+        if not decode and not chunks and self.num_running:
+            return self._oldest_alone(states)
         return Plan(tuple(restores), tuple(decode), tuple(chunks))
 
     def ahead(self, plan: Plan) -> Plan | None:
@@ -383,11 +386,18 @@ class Scheduler:
         for sequence in sorted(short, key=self._age):
             if sequence.status is Status.RUNNING:
                 self._make_room(sequence, states)
-        ready = [s for s in decode if s.status is Status.RUNNING and self.paging.holds(s, s.num_computed + 1)]
-        if decode and not ready:  # whose turn it is can't go on: somebody must
-            oldest = min(self._decoding, key=self._age)
-            ready = [oldest] if self._make_room(oldest, states) else []
-        return ready
+        return [s for s in decode if s.status is Status.RUNNING and self.paging.holds(s, s.num_computed + 1)]
+
+    def _oldest_alone(self, states: States) -> Plan:
+        """A step of one sequence: those whose turn it was lack pages, and whoever may take them had no turn."""
+        oldest = min((*self._prefilling, *self._decoding), key=self._age)
+        chunks: list[PrefillChunk] = []
+        if not self._make_room(oldest, states):
+            return Plan((), (), ())
+        if oldest in self._decoding:
+            return Plan((), (oldest,), ())
+        self._append_chunk(chunks, oldest, self.limits.max_num_batched_tokens)
+        return Plan((), (), tuple(chunks))
 
     def _make_room(self, sequence: Sequence, states: States) -> bool:
         """Get a running sequence the page of its next token, from younger ones if need be."""

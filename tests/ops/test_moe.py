@@ -58,6 +58,10 @@ def _by_token(
         (70, 6, 3, 40, 24, "gelu", True),
         (37, 2, 2, 16, 16, "silu", False),
         (3, 16, 4, 16, 80, "gelu_pytorch_tanh", True),
+        (2, 16, 4, 530, 40, "gelu", True),
+        (1, 3, 2, 30, 10, "relu", True),
+        (4, 64, 3, 24, 16, "silu", True),
+        (2, 20, 3, 33, 17, "relu2", False),
     ],
 )
 def test_as_exact_as_plain_pytorch(
@@ -113,3 +117,24 @@ def test_float64_is_exact_in_the_reference() -> None:
     want = _by_token(*given, "silu", True)
     assert torch.allclose(expert_mlp(*given, activation="silu", gated=True), want, rtol=1e-12, atol=1e-12)
     assert F.silu is BY_NAME["silu"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 40])
+def test_a_graph_follows_other_choices(tokens: int) -> None:
+    """Nothing that the host knows of the choices is recorded: replayed with others the answer is the others'."""
+    device = torch.device("cuda")
+    op = Backend("triton", device).op("expert_mlp")
+    x, w_in, w_out, ids, weights = _inputs(tokens, 8, 2, 64, 48, True, torch.bfloat16, device)
+
+    def call() -> Tensor:
+        return op(x, w_in, w_out, ids, weights, activation="silu", gated=True)
+
+    call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = call()
+    ids.copy_(7 - ids)
+    graph.replay()
+    assert torch.equal(out, call())

@@ -195,3 +195,19 @@ def test_gates_shut_and_wide_open(backend: Backend) -> None:
     y, state = run_packed(backend.op("rg_lru_varlen"), opened, FP32, (4,), (True,), backend.device)
     torch.testing.assert_close(y.cpu(), case.x.float(), rtol=1e-6, atol=1e-6)
     assert state.isfinite().all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("act", [torch.float32, torch.bfloat16], ids=str)
+def test_real_sizes(act: torch.dtype) -> None:
+    """RecurrentGemma-9B's channels, prompts beyond many tiles, twice the same bits."""
+    lengths, states = (2100, 1, 777), (False, True, True)
+    gpu, case = torch.device("cuda"), RGLRUCase.draw(sum(lengths), 3, 16, 256)
+    op, precision = Backend("triton", gpu).op("rg_lru_varlen"), Precision(act, torch.float32)
+    got = run_packed(op, case, precision, lengths, states, gpu)
+    again = run_packed(op, case, precision, lengths, states, gpu)
+    assert torch.equal(got[0], again[0]), "an answer that changes from run to run is a race"
+    plain = run_packed(REFERENCE, case, precision, lengths, states, gpu)
+    exact = run_packed(REFERENCE, case.rounded(precision), EXACT, lengths, states, gpu)
+    check(got[0], plain[0], exact[0], "output")
+    check(got[1], plain[1], exact[1], "state")

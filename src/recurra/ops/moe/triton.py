@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from recurra.ops.moe.activation import activate
+from recurra.ops.moe.triton_few import are_few, expert_mlp_few
 
 
 @triton.jit
@@ -134,6 +135,8 @@ def expert_mlp(
     tokens, choices = expert_ids.shape
     if tokens == 0:
         return torch.empty_like(x)
+    if are_few(expert_ids, w_in.shape[0]):
+        return expert_mlp_few(x, w_in, w_out, expert_ids, expert_weights, activation=activation, gated=gated)
     tiles = _arrange(expert_ids, w_in.shape[0])
     h = activate(_product(x, w_in, tiles.order // choices, tiles), activation, gated)
     rows = torch.arange(tokens * choices, device=x.device)

@@ -10,6 +10,7 @@ import pytest
 from cli_support import Run
 
 import recurra.server
+from checkpoints import write_hybrid
 from recurra.cache.pool import slot_bytes
 from recurra.ops.registry import OPERATORS
 
@@ -51,6 +52,29 @@ def test_explain_shows_the_models_sampling_defaults(run: Run) -> None:
     told = json.loads(run("explain", shipped, "--json").out)["model"]["sampling_defaults"]
     assert told == {"temperature": 0.7, "top_p": 0.9}
     assert "none of its own" in run("explain", shipped, "--generation-config", "none").out
+
+
+def test_explain_says_how_decode_steps_run(run: Run, ids_model: Path, tmp_path: Path) -> None:
+    """A hybrid gives the compiled step up, and the reason is there to read."""
+    from transformers import BambaConfig, BambaForCausalLM
+
+    hybrid = write_hybrid(
+        tmp_path / "bamba", BambaConfig, BambaForCausalLM,
+        {
+            "hidden_size": 32, "num_hidden_layers": 2, "attn_layer_indices": [1], "num_attention_heads": 2,
+            "num_key_value_heads": 1, "intermediate_size": 20, "mamba_n_heads": 4, "mamba_d_state": 8,
+            "final_norm": "model.final_layernorm.weight",
+        },
+    )  # fmt: skip
+
+    def step(*arguments: object) -> str:
+        return str(json.loads(run("explain", "--json", *arguments).out)["model"]["decode_step"])
+
+    assert step(ids_model) == "one compiled call"
+    assert "enforce_eager" in step(ids_model, "--enforce-eager")
+    assert "no backend here" in step(ids_model, "--mamba-backend", "reference")
+    assert "stacks of Mamba blocks alone" in step(hybrid)
+    assert "operator by operator" in run("explain", hybrid).out
 
 
 def test_explain_shows_a_model_in_words(run: Run, ids_model: Path) -> None:

@@ -60,6 +60,7 @@ class ModelCost:
     tokenizer: bool
     chat_template: bool
     sampling_defaults: dict[str, Any]
+    decode_step: str
 
 
 _WITHOUT_MODEL = "no model"
@@ -155,7 +156,19 @@ def _cost(
         tokenizer=tokenizer,
         chat_template=chat_template,
         sampling_defaults=read_sampling_defaults(config),
+        decode_step=_decode_step(config, ops, memory.plain_stack),
     )
+
+
+def _decode_step(config: EngineConfig, ops: Ops, plain_stack: bool) -> str:
+    """How a step of one token a sequence is run where there are no CUDA graphs."""
+    if ops.build_decode_stack is None:
+        return "operator by operator: no backend here offers build_decode_stack"
+    if config.enforce_eager:
+        return "operator by operator: enforce_eager"
+    if not plain_stack:
+        return "operator by operator: build_decode_stack serves stacks of Mamba blocks alone"
+    return "one compiled call"
 
 
 def _name(dtype: object) -> str:
@@ -223,6 +236,7 @@ def _summary(cost: ModelCost) -> Table:
         "sequences that fit": f"{cost.sequences:,} states in {_size(cost.free_bytes)} of free memory",
         "the engine takes": f"{cost.num_state_slots} slots, {cost.max_num_seqs} sequences a step, "
         f"requests of up to {cost.max_model_len:,} tokens",
+        "decode step": cost.decode_step,
         "tokenizer": "yes" if cost.tokenizer else "none: token ids in and out",
         "chat template": "yes" if cost.chat_template else "none: give --chat-template to chat",
         "sampling defaults": shown(cost.sampling_defaults) or "none of its own",

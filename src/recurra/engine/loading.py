@@ -119,6 +119,7 @@ class Memory:
         slot_bytes: of one sequence's states.
         token_bytes: of one token's keys and values; 0 in a model without attention.
         free_bytes: what slots, pages and kept states may take together.
+        plain_stack: the model is a stack of Mamba blocks, whose decode step can be one compiled call.
     """
 
     limits: SchedulerLimits
@@ -130,6 +131,7 @@ class Memory:
     slot_bytes: int
     token_bytes: int
     free_bytes: int
+    plain_stack: bool
 
     def tell(self) -> None:
         """Log what fits, where pages limit it."""
@@ -166,13 +168,13 @@ def fit(config: EngineConfig, model_config: ModelConfig, settled: Settled, ops: 
         limits, num_slots, pages = settle_memory(
             config, settled.device, size, token, free, model_config.max_length
         )
-        snapshots = 0  # kept states of pages come with the pages
     else:
         limits, num_slots = settle_slots(config, settled.device, size, free)
         pages = PagePlan(0, 0, settled.max_model_len)
-        snapshots = settle_snapshots(config, settled.device, size, free - (num_slots + 1) * size)
-    parameters = sum(p.numel() for p in weights)
-    return Memory(limits, num_slots, snapshots, pages, parameters, weight_bytes, size, token, free)
+    taken = (num_slots + 1) * size + (pages.num_pages + 1) * pages.page_size * token
+    snapshots = settle_snapshots(config, settled.device, size, free - taken)
+    parameters, stack = sum(p.numel() for p in weights), bare.stack_weights() is not None
+    return Memory(limits, num_slots, snapshots, pages, parameters, weight_bytes, size, token, free, stack)
 
 
 def state_rounding(settled: Settled, seed: int) -> Rounding:

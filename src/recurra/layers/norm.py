@@ -26,6 +26,20 @@ class RMSNorm(nn.Module):
         return self._rms_norm(x, self.weight, self.eps)
 
 
+class LayerNorm(nn.Module):
+    """``(x - mean) / sqrt(variance + eps) * weight + bias`` over the last dimension; (rows, width) in x's dtype."""
+
+    def __init__(self, width: int, eps: float, *, ops: Ops, dtypes: Dtypes, device: torch.device) -> None:
+        super().__init__()
+        self.weight = parameter(width, dtype=dtypes.recurrence, device=device)
+        self.bias = parameter(width, dtype=dtypes.recurrence, device=device)
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.to(self.weight.dtype)
+        return F.layer_norm(wide, (x.shape[-1],), self.weight, self.bias, self.eps).to(x.dtype)
+
+
 class RMSNormGrouped(RMSNorm):
     """The same within each group of ``group_size`` columns, every column with a weight of its own."""
 

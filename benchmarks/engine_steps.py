@@ -10,6 +10,7 @@ move, (weights + 2 * states of the batch) / measured copy rate.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import platform
@@ -178,6 +179,7 @@ def measure(name: str, args: argparse.Namespace, rate: float, device: torch.devi
             "tokens_per_s": round(count * length / ms * 1e3),
         })  # fmt: skip
     del engine, llm
+    gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
     rows += [common | row for row in start_times(name, args)] if args.start else []

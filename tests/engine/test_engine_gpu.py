@@ -17,6 +17,7 @@ from recurra.engine.engine import LLMEngine
 from recurra.engine.forward import EagerForward
 from recurra.engine.graphs import GraphForward
 from recurra.sampling_params import SamplingParams
+from recurra.types import Sequence
 
 pytestmark = pytest.mark.gpu
 
@@ -92,12 +93,17 @@ def test_forks_seeds_and_filters_on_the_gpu(real: RealModel) -> None:
     assert [o.token_ids for o in there.outputs] == [o.token_ids for o in here.outputs]
 
 
+def _decoding(engine: LLMEngine, name: str) -> Sequence | None:
+    return next((s for s in engine.scheduler._decoding if s.request.request_id == name), None)
+
+
 def test_poison_in_a_live_slot_harms_nobody_else(real: RealModel) -> None:
     engine = on_gpu(real)
     for name in ("3", "15", "41"):
         engine.add_request(name, real.prompts[name], GREEDY)
-    engine.step()
-    slot = next(s.slot for s in engine.scheduler._decoding if s.request.request_id == "15")
+    while (victim := _decoding(engine, "15")) is None:
+        engine.step()
+    slot = victim.slot
     engine.runner.pool.layers[1].ssm[slot] = float("nan")
     done = run_dry(engine)
     assert done["15"].outputs[0].finish_reason == "error"

@@ -8,6 +8,7 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
+from inputs import check, error
 from torch import Tensor
 
 from recurra.ops.attention import reference
@@ -71,27 +72,47 @@ class Paged:
         lengths, contexts = (self.lengths[s],), (self.contexts[s],)
         return Paged(self.shape, lengths, contexts, self.q[rows], self.k[part], self.v[part])
 
-    def dense(self) -> Tensor:
-        """Plain attention in the tensors' own dtype, softmax in float32 at least: (T, Hq, V)."""
+    def shuffled(self) -> Paged:
+        """The same with the numbers of each key in another order: products' sums go another way."""
+        order = torch.randperm(self.shape.key, device=self.q.device)
+        q, k = (t[..., order].contiguous() for t in (self.q, self.k))
+        return Paged(self.shape, self.lengths, self.contexts, q, k, self.v)
+
+    def dense(self, copies: int = 1) -> Tensor:
+        """Plain attention in the tensors' own dtype, softmax in float32 at least: (T, Hq, V).
+
+        With ``copies`` each query is computed so often, which changes nothing but the kernels that PyTorch takes.
+        """
         at = list(pairwise([0, *accumulate(self.contexts)]))
         parts = []
         for (start, end), q in zip(at, self.q.split(self.lengths), strict=True):
-            parts.append(_dense(self.shape, q, self.k[start:end], self.v[start:end]))
+            parts.append(_dense(self.shape, q, self.k[start:end], self.v[start:end], copies))
         return torch.cat(parts)
 
 
-def _dense(shape: Shape, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def check_dense(got: Tensor, case: Paged, what: str) -> None:
+    """Hold a result to float64, by the error of plain PyTorch: the worst of a few orders of summing.
+
+    One order may be lucky, and for few queries PyTorch takes a kernel that sums pairwise.
+    """
+    exact = case.to(torch.float64, case.q.device).dense()
+    plain = [case.dense(), *(case.shuffled().dense(copies) for copies in (1, 16))]
+    check(got, max(plain, key=lambda y: error(y, exact)), exact, what)
+
+
+def _dense(shape: Shape, q: Tensor, k: Tensor, v: Tensor, copies: int) -> Tensor:
     groups = shape.heads // shape.key_heads
     k, v = (t.repeat_interleave(groups, 1).transpose(0, 1) for t in (k, v))
-    scores = q.transpose(0, 1) @ k.transpose(1, 2) * shape.key**-0.5
+    scores = q.transpose(0, 1).repeat_interleave(copies, 1) @ k.transpose(1, 2) * shape.key**-0.5
     if shape.softcap:
         scores = torch.tanh(scores / shape.softcap) * shape.softcap
-    n, context = scores.shape[1:]
+    n, context = q.shape[0], k.shape[1]
     behind = torch.arange(context - n, context)[:, None] - torch.arange(context)[None]
     seen = (behind >= 0) & (behind < (shape.window or context))
     wide = torch.promote_types(q.dtype, torch.float32)
-    scores = scores.masked_fill(~seen.to(q.device), -torch.inf).softmax(-1, dtype=wide).to(q.dtype)
-    return (scores @ v).transpose(0, 1)
+    seen = seen.to(q.device).repeat_interleave(copies, 0)
+    scores = scores.masked_fill(~seen, -torch.inf).softmax(-1, dtype=wide).to(q.dtype)
+    return (scores @ v)[:, ::copies].transpose(0, 1)
 
 
 @dataclass(frozen=True)

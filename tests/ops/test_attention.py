@@ -7,8 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from backends import Backend
-from inputs import check
-from paged_inputs import Paged, Shape, fill, run
+from paged_inputs import Paged, Shape, check_dense, fill, run
 
 CPU = torch.device("cpu")
 SHAPES = {
@@ -20,6 +19,7 @@ SHAPES = {
     "window of one": Shape(window=1, page=4),
     "softcap": Shape(softcap=1.5),
     "softcap and window": Shape(softcap=4.0, window=9, page=4),
+    "softcap of 30": Shape(key=64, value=64, softcap=30.0),
     "wide keys": Shape(heads=3, key_heads=3, key=24, value=16),
     "pages of one": Shape(page=1, key=20, value=20),
 }
@@ -39,7 +39,7 @@ def test_pieces_of_prompts(backend: Backend, act_dtype: torch.dtype, name: str) 
     case = Paged.draw(SHAPES[name], lengths, contexts).to(act_dtype, backend.device)
     cache = fill(case, backend.op("store_kv"))
     got = run(backend.op("attention_varlen"), case, cache)
-    check(got, case.dense(), case.to(torch.float64).dense(), name)
+    check_dense(got, case, name)
     assert got.dtype == act_dtype
 
 
@@ -52,7 +52,7 @@ def test_one_new_token_of_each_sequence_with_padding(
     case = Paged.draw(SHAPES[name], [1] * len(contexts), contexts).to(act_dtype, backend.device)
     cache = fill(case, backend.op("store_kv"))
     got = run(backend.op("attention_update"), case, cache, padding=3)
-    check(got, case.dense(), case.to(torch.float64).dense(), name)
+    check_dense(got, case, name)
     assert got.dtype == act_dtype
 
 
@@ -63,10 +63,10 @@ def test_contexts_of_several_pieces(backend: Backend, window: int, softcap: floa
     contexts = (257, 900) if backend.interpreted else (1023, 1024, 1025, 2500)
     case = Paged.draw(shape, [1] * len(contexts), contexts).to(torch.float32, backend.device)
     got = run(backend.op("attention_update"), case, padding=1)
-    check(got, case.dense(), case.to(torch.float64).dense(), "steps")
+    check_dense(got, case, "steps")
     pieces = Paged.draw(shape, (66, 3), (700, 300)).to(torch.float32, backend.device)
     got = run(backend.op("attention_varlen"), pieces)
-    check(got, pieces.dense(), pieces.to(torch.float64).dense(), "pieces")
+    check_dense(got, pieces, "pieces")
 
 
 def test_large_scores_do_not_overflow(backend: Backend) -> None:
@@ -74,7 +74,7 @@ def test_large_scores_do_not_overflow(backend: Backend) -> None:
     case = replace(case, q=case.q * 300)
     for op, part, padding in (("attention_varlen", case, -1), ("attention_update", case.only(1), 0)):
         got = run(backend.op(op), part, padding=padding)
-        check(got, part.dense(), part.to(torch.float64).dense(), op)
+        check_dense(got, part, op)
 
 
 def test_packed_equals_alone_in_any_pages(backend: Backend) -> None:

@@ -8,8 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from backends import Backend
-from inputs import check
-from paged_inputs import Paged, Shape, fill, run
+from paged_inputs import Paged, Shape, check_dense, fill, run
 
 pytestmark = pytest.mark.gpu
 GPU = torch.device("cuda")
@@ -42,7 +41,7 @@ def test_pieces_at_real_shapes(backend: Backend, name: str, dtype: torch.dtype) 
     case = Paged.draw(SHAPES[name], LENGTHS, CONTEXTS).to(dtype, GPU)
     cache = fill(case, backend.op("store_kv"))
     got = run(backend.op("attention_varlen"), case, cache)
-    check(got, case.dense(), case.to(torch.float64, GPU).dense(), name)
+    check_dense(got, case, name)
     assert torch.equal(run(backend.op("attention_varlen"), case, cache), got)
 
 
@@ -54,7 +53,7 @@ def test_steps_at_real_shapes(backend: Backend, name: str, dtype: torch.dtype) -
     case = Paged.draw(SHAPES[name], [1] * len(contexts), contexts).to(dtype, GPU)
     cache = fill(case, backend.op("store_kv"))
     got = run(backend.op("attention_update"), case, cache, padding=5)
-    check(got, case.dense(), case.to(torch.float64, GPU).dense(), name)
+    check_dense(got, case, name)
     one = case.only(6)
     assert torch.equal(run(backend.op("attention_update"), one, fill(one, seed=5), padding=0)[0], got[6])
 

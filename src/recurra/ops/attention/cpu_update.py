@@ -65,9 +65,22 @@ def _stored(kind: int, at: int, count: int) -> Any:
 
 @kernel
 def _capped(x: Any, cap: float) -> Any:
-    """cap * tanh(x / cap), for cap > 0: tanh(t) = 1 - 2 / (e^2t + 1)."""
-    e = exp(mul(x, splat(2.0 / cap)))
-    return mul(splat(cap), sub(splat(1.0), div(splat(2.0), add(e, splat(1.0)))))
+    """cap * tanh(x / cap), for cap > 0: tanh(t) = (1 - e) / (1 + e) with e = exp(-2 |t|).
+
+    Where 2 |t| is small, 1 - e is taken from its series, for it has lost its last digits.
+    """
+    t = mul(x, splat(2.0 / cap))
+    y = where_less(t, splat(0.0), sub(splat(0.0), t), t)
+    e = exp(sub(splat(0.0), y))
+    series = fma(splat(1.0 / 5040.0), y, splat(-1.0 / 720.0))
+    series = fma(series, y, splat(1.0 / 120.0))
+    series = fma(series, y, splat(-1.0 / 24.0))
+    series = fma(series, y, splat(1.0 / 6.0))
+    series = fma(series, y, splat(-0.5))
+    series = mul(fma(series, y, splat(1.0)), y)
+    size = div(where_less(y, splat(0.5), series, sub(splat(1.0), e)), add(splat(1.0), e))
+    size = mul(splat(cap), size)
+    return where_less(t, splat(0.0), sub(splat(0.0), size), size)
 
 
 @kernel

@@ -134,7 +134,7 @@ def _join_kernel(
         place = head * PARTS + i
         best = tl.load(bests + place)
         found = tl.maximum(most, best)
-        keep, share = tl.exp2(most - found), tl.exp2(best - found)
+        keep, share = tl.exp(most - found), tl.exp(best - found)
         whole = whole * keep + share * tl.load(totals + place)
         acc = acc * keep + share * tl.load(sums + place * V + vi, mask=v_ok, other=0.0)
         most = found

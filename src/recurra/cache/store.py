@@ -35,7 +35,7 @@ class Pages(Protocol):
     """What the tiers need of the pages of keys and values."""
 
     def save(self, pages: Sequence[int]) -> tuple[Tensor, ...]:
-        """Copies of some pages; empty in a model without attention."""
+        """Copies of some pages."""
 
     def free(self, pages: Sequence[int]) -> None:
         """Let go of pages that an entry held."""
@@ -116,8 +116,11 @@ class Tiers:
 
     # ---- what callers do ----
 
-    def keep(self, entry: Entry, state: Tensor) -> bool:
+    def keep(self, entry: Entry, state: Tensor, page_bytes: int = 0) -> bool:
         """Copy a state, (bytes,) uint8 on the device, for an entry that is new in the tree, or known.
+
+        Args:
+            page_bytes: what the entry's pages take.
 
         Returns:
             False: there is no room for it, and it is not in the tree any more.
@@ -132,7 +135,9 @@ class Tiers:
         if not copies.anywhere:
             self._drop(entry, None)
             return False
-        entry.nbytes = self.rows.bytes_per_row
+        if copies.row is None:
+            self._free_pages(entry)
+        entry.nbytes = self.rows.bytes_per_row + page_bytes
         self.use(entry)
         self._rank_anew(entry)
         self._send_down(entry)
@@ -160,6 +165,8 @@ class Tiers:
         saved = copies.host if copies.host is not None else self._read(entry, copies)
         if saved is None:
             return None
+        if saved.pages:  # a row without its pages is of no use
+            return saved.row, saved.pages
         entry.pins += 1  # making room must not take it
         row = self._free_row()
         entry.pins -= 1
@@ -176,13 +183,23 @@ class Tiers:
             return self._save(entry, entry.packed(), self.rows.get(copies.row))
         return copies.host if copies.host is not None else self._read(entry, copies)
 
+    def refuse(self, entry: Entry) -> bool:
+        """There is no room for an entry: take it out of the tree, unless it is kept somewhere; returns that."""
+        if not self._copies(entry).anywhere:
+            self._drop(entry, None)
+        return entry.live
+
     def drop(self, entry: Entry, why: Loss) -> None:
         """Give an entry up everywhere."""
         self._drop(entry, why)
 
-    def worst(self) -> Entry | None:
-        """The entry whose row would be given up next."""
-        return self._on_device.worst()
+    def make_way(self) -> bool:
+        """Give up the row and the pages of the entry that is worth least; False: nobody can go."""
+        worst = self._on_device.worst()
+        if worst is None:
+            return False
+        self._leave_device(worst, "pages_gone")
+        return True
 
     # ---- what comes back from the worker ----
 
@@ -247,11 +264,11 @@ class Tiers:
             self._leave_device(worst)
         return self.rows.take()
 
-    def _leave_device(self, entry: Entry) -> None:
+    def _leave_device(self, entry: Entry, why: Loss = "evicted") -> None:
         copies = self._copies(entry)
         assert copies.row is not None
         if copies.host is None and copies.file is None:
-            self._drop(entry, "evicted")
+            self._drop(entry, why)
             self.given_up += 1
             return
         self.rows.free(copies.row)
@@ -354,6 +371,7 @@ class Tiers:
     def _save(self, entry: Entry, packed: bytes, row: Tensor) -> SavedState:
         tokens = tuple(unpack(packed))
         pages = () if self._pages is None else self._pages.save(entry.pages)
+        pages = tuple(page if page.device.type == "cpu" else _to_host(page) for page in pages)
         return SavedState(self.fingerprint, tokens, len(tokens), _to_host(row), pages)
 
     def _read(self, entry: Entry, copies: Copies) -> SavedState | None:

@@ -86,14 +86,14 @@ class LLMEngine:
         texts = parts.tokenizer.token_to_string if parts.tokenizer is not None else _no_text
         sampler = Sampler(model.vocab_size, device, config.seed, end_ids(parts), spell, texts)
         self.runner = Runner(model, forward, pool, sampler, device, pages)
-        self.cache = make_cache(config, model, settled.weight_dtype, pool, parts.num_snapshots)
-        if self.cache is not None:
-            weakref.finalize(self, self.cache.tiers.close)
-        self._reuse = None if self.cache is None else self.cache.reuse
         page = page_bytes(pages.specs, pages.page_size)
         cost = move_cost(pool.bytes_per_slot, page, parts.num_parameters, device.type)
         self.pages = PageAllocator(parts.num_pages, parts.page_size)
         paging = Paging(self.pages, cost)
+        self.cache = make_cache(config, model, settled.weight_dtype, pool, parts.num_snapshots, pages, paging)
+        if self.cache is not None:
+            weakref.finalize(self, self.cache.tiers.close)
+        self._reuse = None if self.cache is None else self.cache.reuse
         self.scheduler = Scheduler(self.limits, self.slots, self._release, self._reuse, paging)
         self._book = OutputBook(end_ids(parts), parts.tokenizer)
         self._counters = Counters()

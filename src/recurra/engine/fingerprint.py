@@ -16,11 +16,17 @@ _PLACES, _SAMPLE = 64, 4096
 
 
 def fingerprint(
-    folder: Path, specs: tuple[AnySpec, ...], weight_dtype: torch.dtype, load_format: str, seed: int
+    folder: Path,
+    specs: tuple[AnySpec, ...],
+    weight_dtype: torch.dtype,
+    load_format: str,
+    seed: int,
+    page_size: int,
 ) -> str:
     """Changes with the configuration, the weights (their sizes, headers and samples), their precision, and the
     shapes and precisions of states."""
     digest = hashlib.sha256(_FORMAT)
+    digest.update(f"{page_size}\n".encode())
     for spec in specs:
         if isinstance(spec, StateSpec):
             parts = [f"{t.name}{t.shape}{t.dtype}" for t in spec.tensors]

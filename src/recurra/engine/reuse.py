@@ -37,8 +37,9 @@ class Shelf(Protocol):
     def keep(self, entry: Entry, sequence: Sequence) -> bool:
         """Copy the state of a sequence, which holds a slot; False: no room, and the entry is gone."""
 
-    def fetch(self, entry: Entry) -> Snapshot | None:
-        """What can be loaded into a slot in the next step; None: it was damaged, and the entry is gone."""
+    def begin(self, entry: Entry, sequence: Sequence) -> Snapshot | None:
+        """What the next step loads into the slot; the sequence has its pages. None: it was damaged, and the
+        entry is gone; or it is still there, and pages for it can't be had."""
 
     def use(self, entry: Entry) -> None:
         """Note that it was used."""
@@ -94,7 +95,7 @@ class PrefixReuse:
         request = sequence.request
         space, packed = space_of(request), pack(request.prompt_token_ids)
         limit = sequence.num_prompt - 1  # one token is computed, for its logits
-        entry, match, snapshot = self._look(request, space, packed, limit)
+        entry, match, snapshot = self._look(sequence, space, packed, limit)
         start = entry.position if entry is not None else 0
         stops = self._stops(start, limit, match.common)
         self._courses[sequence] = _Course(space, packed, stops, start, entry)
@@ -151,20 +152,23 @@ class PrefixReuse:
         return hits
 
     def _look(
-        self, request: Request, space: str, packed: bytes, limit: int
+        self, sequence: Sequence, space: str, packed: bytes, limit: int
     ) -> tuple[Entry | None, Match, Snapshot | None]:
         """The deepest state that can be had, counted by how it went."""
         match = self.tree.lookup(space, packed, limit)
-        if request.params.prompt_logprobs is not None:  # every position's logits are wanted
+        if sequence.request.params.prompt_logprobs is not None:  # every position's logits are wanted
             self.stats.reasons["prompt_logprobs"] += 1
             return None, match, None
         while match.entry is not None:
             match.entry.hits += 1
-            snapshot = self._shelf.fetch(match.entry)
+            snapshot = self._shelf.begin(match.entry, sequence)
             if snapshot is not None:
                 self._shelf.use(match.entry)
                 self.stats.reasons["hit"] += 1
                 return match.entry, match, snapshot
+            if match.entry.live:
+                self.stats.reasons["pages_gone"] += 1
+                return None, match, None
             match = self.tree.lookup(space, packed, limit)
         self.stats.reasons[self._miss(space, packed, limit, match)] += 1
         return None, match, None

@@ -119,7 +119,7 @@ def load_state(engine: LLMEngine, state: State, salt: str | None = None) -> None
     found = cache.reuse.tree.lookup(space, packed, saved.position).entry
     if found is None or found.position < saved.position:
         entry = cache.reuse.tree.insert(space, packed, saved.position)
-        cache.tiers.keep(entry, saved.row)
+        cache.shelf.load(entry, saved.row, saved.pages)
 
 
 def continued(engine: LLMEngine, state: State, prompt: PromptInput) -> dict[str, Any]:

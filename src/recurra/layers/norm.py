@@ -20,10 +20,14 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.weight = parameter(width, dtype=dtypes.recurrence, device=device)
         self.eps = eps
-        self._rms_norm = ops.rms_norm
+        self._rms_norm, self._add_rms_norm = ops.rms_norm, ops.add_rms_norm
 
     def forward(self, x: Tensor) -> Tensor:
         return self._rms_norm(x, self.weight, self.eps)
+
+    def of_sum(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """The norm of ``residual + x``, in x's dtype, and the sum, in the residual's: one kernel for both."""
+        return self._add_rms_norm(x, residual, self.weight, self.eps)
 
 
 class LayerNorm(nn.Module):

@@ -36,6 +36,37 @@ class Layer(Protocol):
         ...
 
 
+class Stream:
+    """The residual stream between the parts of blocks.
+
+    What the last part gave is added when it is asked for: where a norm comes next, one kernel does both.
+    """
+
+    def __init__(self, x: Tensor) -> None:
+        self._x = x
+        self._given: Tensor | None = None
+
+    @property
+    def value(self) -> Tensor:
+        """All that was added up to now, (T, hidden)."""
+        if self._given is not None:
+            self._x, self._given = self._x + self._given, None
+        return self._x
+
+    def add(self, given: Tensor) -> None:
+        """Add what a part gave."""
+        self._x, self._given = self.value, given
+
+    def normed(self, norm: nn.Module | None) -> Tensor:
+        """What the next part gets: the stream through its norm."""
+        if self._given is not None and type(norm) is RMSNorm:
+            y, self._x = norm.of_sum(self._given, self._x)
+            self._given = None
+            return y
+        y = self.value
+        return y if norm is None else norm(y)
+
+
 class Block(nn.Module):
     """``x += scale * post_norm(mixer(norm(x)))``, then the same with an MLP; each piece may be absent.
 
@@ -68,20 +99,23 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, batch: ForwardBatch, states: tuple[LayerState, ...]) -> Tensor:
         """See :class:`Layer`."""
+        stream = Stream(x)
+        self.advance(stream, batch, states)
+        return stream.value
+
+    def advance(self, stream: Stream, batch: ForwardBatch, states: tuple[LayerState, ...]) -> None:
+        """The same on a stream that goes on to the next block."""
         for mixer, state in zip(self.mixers, states, strict=True):
-            x = self._add(x, mix(mixer, self._normed(self.norm, x), batch, state), self.post_norm)
+            x = stream.normed(self.norm).to(self._act)
+            stream.add(self._given(mix(mixer, x, batch, state), self.post_norm))
         if self.mlp is not None:
-            x = self._add(x, self.mlp(self._normed(self.mlp_norm, x)), self.mlp_post_norm)
-        return x
+            x = stream.normed(self.mlp_norm).to(self._act)
+            stream.add(self._given(self.mlp(x), self.mlp_post_norm))
 
-    def _normed(self, norm: nn.Module | None, x: Tensor) -> Tensor:
-        y: Tensor = x if norm is None else norm(x)
-        return y.to(self._act)
-
-    def _add(self, x: Tensor, y: Tensor, norm: nn.Module | None) -> Tensor:
+    def _given(self, y: Tensor, norm: nn.Module | None) -> Tensor:
         if norm is not None:
             y = norm(y)
-        return x + (y if self._scale == 1.0 else y * self._scale)
+        return y if self._scale == 1.0 else y * self._scale
 
 
 class HybridLM(nn.Module):
@@ -133,13 +167,17 @@ class HybridLM(nn.Module):
 
     def run_layers(self, x: Tensor, batch: ForwardBatch, states: tuple[LayerState, ...]) -> Tensor:
         """The residual stream (T, hidden) through every layer: what a family overrides whose layers see more."""
-        at = 0
+        at, stream = 0, Stream(x)
         for module in self.layers:
             layer = as_layer(module)
-            x = layer(x, batch, states[at : at + len(layer.mixers)])
+            own = states[at : at + len(layer.mixers)]
             at += len(layer.mixers)
+            if isinstance(module, Block):
+                module.advance(stream, batch, own)
+            else:
+                stream = Stream(layer(stream.value, batch, own))
         assert at == len(states), (at, len(states))
-        return x
+        return stream.value
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Scores (R, vocabulary), float32 (float64 if hidden is), of hidden vectors (R, hidden)."""

@@ -148,3 +148,25 @@ def test_reading_ends_when_told(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[str] = []
     each_text(PlainReader(), lambda text: seen.append(text) or text != "b")  # type: ignore[func-returns-value]
     assert seen == ["a", "b"]
+
+
+def test_a_session_goes_on_where_it_was_left(
+    run: Run, chat_model: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    name = tmp_path / "talk"
+    type_in(monkeypatch, "hi\n")
+    first = run("chat", chat_model, "--session", name, "--system", "Be brief.", *FLAGS)
+    type_in(monkeypatch, "and more\n")
+    second = run("chat", chat_model, "--session", name, *FLAGS)
+    text = first.out.rstrip("\n")
+    whole = greedy(chat_model, f"<system>Be brief.\n<user>hi\n<assistant>{text}\n<user>and more\n<assistant>")
+    assert second.out == whole + "\n"
+    assert "2 messages, resumed from" in second.err
+    (tmp_path / "talk.safetensors").write_bytes(b"damaged")
+    type_in(monkeypatch, "/retry\n")
+    third = run("chat", chat_model, "--session", name, *FLAGS)
+    assert third.out == whole + "\n"
+    assert "4 messages; they are read anew" in third.err
+    (tmp_path / "talk.json").write_text("{")
+    assert "can't be read" in run("chat", chat_model, "--session", name, *FLAGS).err
+    assert "no name of a session" in run("chat", chat_model, "--session", "a b", *FLAGS).err

@@ -12,6 +12,7 @@ from recurra.cli.failure import OK, error_line
 from recurra.cli.flags import Model, Quiet, Sampling, engine_flags, sampling_flags, takes
 from recurra.cli.reading import each_text, open_reader
 from recurra.cli.running import Speed, answer, ending, open_engine, seeded
+from recurra.cli.session_file import SessionFile
 from recurra.errors import ConfigError, RequestError
 from recurra.sampling_params import SamplingParams
 
@@ -29,6 +30,7 @@ def chat(
     model: Model,
     *,
     system: str | None = None,
+    session: str | None = None,
     quiet: Quiet = False,
     sampling: Sampling,
     engine: dict[str, Any],
@@ -37,11 +39,16 @@ def chat(
 
     Args:
         system: System message that opens the conversation.
+        session: Name (or path) under which the conversation is kept and gone on with, state and all.
         quiet: No progress bars, no speeds.
     """
+    files = None if session is None else SessionFile.named(session)
     llm = open_engine(model, engine, quiet)
     _require_template(llm, model)
-    talk = Talk(llm, Conversation(model, system), sampling.params(llm.sampling_defaults), quiet)
+    conversation = Conversation(model, system)
+    if files is not None:
+        files.resume(llm, conversation, quiet)
+    talk = Talk(llm, conversation, sampling.params(llm.sampling_defaults), quiet, files)
     if sys.stdin.isatty() and not quiet:
         note(f"{model}, {llm.model_config.architecture}. /help lists commands, Ctrl-D leaves.")
     each_text(open_reader("> ", list(COMMANDS)), talk.turn)
@@ -66,6 +73,7 @@ class Talk:
     conversation: Conversation
     params: SamplingParams
     quiet: bool
+    files: SessionFile | None = None
 
     def turn(self, text: str) -> bool:
         """Handle what the user typed; False ends the talk."""
@@ -93,4 +101,6 @@ class Talk:
         if said.finish_reason == "error":
             error_line(f"the answer ended early: {said.error}")
         self.conversation.answer(said.text)
+        if self.files is not None and said.finish_reason != "error":
+            self.files.keep(self.engine, self.conversation, output)
         note(f"[{Speed.of(output)}{ending(said)}]", self.quiet)

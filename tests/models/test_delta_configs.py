@@ -85,6 +85,7 @@ def test_settings_of_other_names(tmp_path: Path) -> None:
     [
         (QWEN3_NEXT, {"hidden_act": "gelu"}, "hidden_act"),
         (QWEN3_NEXT, {"linear_num_value_heads": 24}, "linear_num_value_heads"),
+        (QWEN3_NEXT, {"attn_output_gate": False}, "attn_output_gate"),
         (QWEN3_NEXT, {"layer_types": ["full_attention"]}, "layer_types"),
         (QWEN3_NEXT, {"layer_types": ["mamba"] * 48}, "mamba"),
         (OLMO_HYBRID, {"linear_num_value_heads": 7}, "linear_num_value_heads"),

@@ -76,6 +76,7 @@ def read_kinds(fields: Fields) -> tuple[bool, ...]:
 
 def read_attention(fields: Fields, kv_heads: int = 2) -> AttentionSizes:
     """Attention with gated queries, queries and keys normed head by head, a quarter of which turns."""
+    fields.only({"attn_output_gate": (True,)})
     heads, head_dim = fields.whole("num_attention_heads", 16), fields.whole("head_dim", 256)
     bias = fields.flag("attention_bias", False)
     return AttentionSizes(

@@ -13,7 +13,10 @@ import triton.language as tl
 from torch import Tensor
 
 from recurra.ops.linear.torch import linear as library_linear
+from recurra.ops.linear.triton_scaled import linear_scaled
 from recurra.ops.triton_dependent import await_before, launch_options, release
+
+__all__ = ["linear", "linear_scaled", "row_product"]
 
 #: Most rows of x that a program multiplies with its part of the weight.
 MOST_ROWS = 1

@@ -2,7 +2,7 @@
 
 Scores of a block are one batched product over the key heads, whose query heads are stacked as rows. As fast as
 PyTorch's own fused attention on a CPU, and unlike that one it knows windows, caps, prefixes and values of
-another width than the keys (docs/decisions/0004-attention-over-pages.md).
+another width than the keys (docs/decisions/0005-attention-over-pages.md).
 """
 
 from __future__ import annotations

@@ -21,9 +21,25 @@ _COMMANDS = (
     ("run-batch", _TEXT, "Answer a file of requests in OpenAI's batch format."),
     ("serve", _SERVICE, "Serve a model over HTTP with OpenAI's API."),
     ("explain", _MACHINE, "Show which backend runs each operator, and why; with a model, what it costs."),
-    ("bench", _MACHINE, "Measure what kept states spare, on conversations like those that servers see."),
     ("collect-env", _MACHINE, "Show versions, device and settings, for bug reports."),
 )
+
+#: Commands of ``recurra bench``, and where each is.
+_BENCHES = (
+    ("latency", "bench_load:latency", "First tokens and decode steps of a batch, beside their floor."),
+    ("throughput", "bench_load:throughput", "Tokens a second of many requests at once."),
+    ("serve", "bench_load:serve", "A running server under requests that arrive at a rate."),
+    ("prefix", "bench:prefix", "What kept states spare, on conversations like those that servers see."),
+)
+
+
+def _bench() -> App:
+    app = App(
+        name="bench", help="Measure a model here, or a server.", help_format="plaintext", group=_MACHINE
+    )
+    for name, place, text in _BENCHES:
+        app.command(f"recurra.cli.{place}", name=name, help=text)
+    return app
 
 
 def build_app() -> App:
@@ -38,6 +54,7 @@ def build_app() -> App:
     for name, group, text in _COMMANDS:
         module = name.replace("-", "_")
         app.command(f"recurra.cli.{module}:{module}", name=name, group=group, help=text)
+    app.command(_bench())
     return app
 
 
@@ -50,7 +67,7 @@ def run(argv: list[str]) -> int:
             argv or ["--help"], exit_on_error=False, print_error=False, result_action="return_value"
         )
     except CycloptsError as error:
-        report_usage(error, [name for name, _, _ in _COMMANDS])
+        report_usage(error, [*(name for name, _, _ in _COMMANDS), "bench"])
         return USAGE
     except RecurraError as error:
         if debug:

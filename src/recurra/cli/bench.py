@@ -1,4 +1,4 @@
-"""``recurra bench``: measurements that users can repeat."""
+"""``recurra bench prefix``: what kept states spare."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import datetime
 import json
 import platform
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from recurra import __version__
 from recurra.cli.console import note, write
@@ -18,8 +18,7 @@ _SET_HERE = ("seed", "skip_tokenizer_init", "enable_prefix_caching", "prefix_cac
 
 
 @takes(engine=engine_flags(_SET_HERE))
-def bench(
-    what: Literal["prefix"],
+def prefix(
     model: Model,
     *,
     traces: Path | None = None,
@@ -27,10 +26,9 @@ def bench(
     quiet: Quiet = False,
     engine: dict[str, Any],
 ) -> int:
-    """Measure. "prefix" replays conversations and shows what kept states spare.
+    """Replay conversations and show what kept states spare.
 
     Args:
-        what: What to measure.
         traces: Folder of traces; without it, those that the repository keeps are drawn anew.
         output: Write the figures there (JSON), and a plot beside them (PNG).
         quiet: No progress.

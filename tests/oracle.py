@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 
 class _GroupedNorm(nn.Module):
-    """Mamba-2's gated norm over each group. transformers up to 5.17 at least normalises over all groups at once."""
+    """Mamba-2's gated norm over each group. transformers up to 5.17 at least normalises over all groups at once in
+    Mamba-2, Bamba and Granite 4; by 5.24 it is mended."""
 
     def __init__(self, weight: Tensor, eps: float, group_size: int) -> None:
         super().__init__()
@@ -43,11 +44,12 @@ def load_oracle(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
 
 
 def _mend_gated_norms(model: Any) -> None:
-    groups = getattr(model.config, "n_groups", 1)
-    if model.config.model_type != "mamba2" or groups == 1:
+    """Norm by group where a release normalises all groups at once."""
+    key = {"mamba2": "n_groups", "bamba": "mamba_n_groups", "granitemoehybrid": "mamba_n_groups"}
+    groups = getattr(model.config, key.get(model.config.model_type, ""), 1)
+    if groups == 1:
         return
-    for layer in model.backbone.layers:
-        norm = layer.mixer.norm
-        if not hasattr(norm, "group_size"):
-            size = layer.mixer.intermediate_size // groups
-            layer.mixer.norm = _GroupedNorm(norm.weight, norm.variance_epsilon, size)
+    for module in model.modules():
+        norm = getattr(module, "norm", None)
+        if type(norm).__name__.endswith("RMSNormGated") and not hasattr(norm, "group_size"):
+            module.norm = _GroupedNorm(norm.weight, norm.variance_epsilon, norm.weight.shape[0] // groups)

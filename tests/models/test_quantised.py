@@ -8,8 +8,10 @@ from typing import Any
 
 import cases_bamba
 import cases_jamba
+import cases_qwen3_next
 import pytest
 import torch
+from hybrid_cases import Case
 from model_cases import machine_of
 from model_driver import Driver, Piece
 from quantised import WAYS, quantise
@@ -93,9 +95,11 @@ def test_float8_on_the_gpu(way: str, tmp_path: Path) -> None:
     assert (got - want).norm() <= (0.06 if _narrow(models[0]) else 1e-6) * want.norm()
 
 
+@pytest.mark.parametrize("cases", [cases_jamba.CASES, cases_qwen3_next.CASES], ids=["jamba", "qwen3_next"])
 @pytest.mark.parametrize("way", ["fp8 blocks", "int8", "int4"])
-def test_experts(way: str, tmp_path: Path) -> None:
-    source = next(iter(cases_jamba.CASES.values())).write(tmp_path / "source")
+def test_experts(way: str, cases: dict[str, Case], tmp_path: Path) -> None:
+    """Each in tensors of its own, and projections whose rows are stored in another order."""
+    source = next(iter(cases.values())).write(tmp_path / "source")
     stored, plain = quantise(source, tmp_path, way)
     torch.testing.assert_close(_scores(_load(stored)), _scores(_load(plain)), rtol=1e-4, atol=1e-4)
 

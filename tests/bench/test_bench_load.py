@@ -11,7 +11,6 @@ from pathlib import Path
 import httpx
 import pytest
 
-
 from recurra.bench.serve import first_model, serve_calls
 from recurra.bench.times import Timed, percentile, summary
 from recurra.bench.workload import Call, Workload

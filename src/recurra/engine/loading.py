@@ -134,7 +134,7 @@ class Memory:
     plain_stack: bool
 
     def tell(self) -> None:
-        """Log what fits, where pages limit it."""
+        """Log what fits, and what would change that."""
         if self.pages.num_pages:
             tokens = self.pages.num_pages * self.pages.page_size
             log.info(
@@ -143,6 +143,18 @@ class Memory:
                 self.limits.max_num_seqs, self.slot_bytes / 2**20, tokens, self.pages.num_pages,
                 tokens * self.token_bytes / 2**30, self.pages.max_model_len,
             )  # fmt: skip
+            return
+        fit = self.free_bytes // self.slot_bytes - 1
+        more = (
+            "max_num_seqs"
+            if fit > self.num_slots
+            else "gpu_memory_utilization (or a narrower mamba_ssm_cache_dtype)"
+        )
+        log.info(
+            "%d sequences at once (%.1f MiB of states each), %d states kept beside them; %d states fit in all: "
+            "for more sequences raise %s",
+            self.limits.max_num_seqs, self.slot_bytes / 2**20, self.num_snapshots, fit, more,
+        )  # fmt: skip
 
 
 def fit(config: EngineConfig, model_config: ModelConfig, settled: Settled, ops: Ops) -> Memory:

@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import zlib
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -29,6 +32,8 @@ _DTYPES = {
     "BF16": torch.bfloat16, "F8_E4M3": torch.float8_e4m3fn,
 }  # fmt: skip
 _MOST_HEADER = 1 << 20
+#: Bytes read at a time.
+_PIECE = 4 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,9 +119,8 @@ def _read(file: BinaryIO, fingerprint: str | None, row_bytes: int | None) -> Sav
         fingerprint is None or found == fingerprint,
         "it was saved with another model, or with states of another layout or precision",
     )
-    tensors = _read_tensors(file, header, start, size)
-    crc = str(_checksum(tensors, found, position))
-    _expect(crc == metadata["crc32"], "its checksum is wrong: the file is damaged")
+    tensors, crc = _read_tensors(file, header, start, size, _seed(found, position))
+    _expect(str(crc) == metadata["crc32"], "its checksum is wrong: the file is damaged")
     return _state(tensors, found, position, row_bytes)
 
 
@@ -150,31 +154,53 @@ def _header(file: BinaryIO) -> tuple[dict[str, Any], int, int]:
     return header, 8 + length, size - 8 - length
 
 
-def _read_tensors(file: BinaryIO, header: dict[str, Any], start: int, size: int) -> dict[str, Tensor]:
-    tensors, total = {}, 0
-    for name, entry in header.items():
-        dtype, shape = _DTYPES[entry["dtype"]], [int(n) for n in entry["shape"]]
-        first, last = entry["data_offsets"]
-        tensor = torch.empty(shape, dtype=dtype)
-        if not 0 <= first <= last <= size or last - first != tensor.nbytes:
-            raise StateError(f"its tensor {name!r} has another size than it says")
-        file.seek(start + first)
-        _read_into(file, tensor)
-        tensors[name] = tensor
-        total += tensor.nbytes
-    if total != size:
-        raise StateError("it is cut off, or has bytes that belong to nothing")
-    return tensors
+def _read_tensors(
+    file: BinaryIO, header: dict[str, Any], start: int, size: int, seed: int
+) -> tuple[dict[str, Tensor], int]:
+    """The tensors and their checksum, which a thread sums while the next piece is read."""
+    tensors, total, crc = {}, 0, seed
+    with ThreadPoolExecutor(1) as summing:
+        pending: Future[int] | None = None
+        for name in sorted(header):
+            tensor, first = _allocate(name, header[name], size)
+            file.seek(start + first)
+            pending = summing.submit(_extend, pending, crc, _title(name, tensor))
+            for piece in _pieces(file, _bytes(tensor)):
+                pending = summing.submit(_extend, pending, crc, piece)
+            tensors[name] = tensor
+            total += tensor.nbytes
+        if total != size:
+            raise StateError("it is cut off, or has bytes that belong to nothing")
+        return tensors, crc if pending is None else pending.result()
 
 
-def _read_into(file: BinaryIO, tensor: Tensor) -> None:
-    view = _bytes(tensor)
+def _allocate(name: str, entry: dict[str, Any], size: int) -> tuple[Tensor, int]:
+    """Memory for a tensor, and where its data begins."""
+    shape = [int(n) for n in entry["shape"]]
+    first, last = entry["data_offsets"]
+    dtype = _DTYPES[entry["dtype"]]
+    if (
+        min(shape, default=0) < 0
+        or math.prod(shape) * dtype.itemsize != last - first
+        or not 0 <= first <= last <= size
+    ):
+        raise StateError(f"its tensor {name!r} has another size than it says")
+    return torch.empty(shape, dtype=dtype), first
+
+
+def _pieces(file: BinaryIO, view: memoryview) -> Iterator[memoryview]:
+    """Fill memory from a file, a piece at a time."""
     at = 0
     while at < len(view):
-        count = file.readinto(view[at:])  # type: ignore[attr-defined]
+        count = file.readinto(view[at : at + _PIECE])  # type: ignore[attr-defined]
         if not count:
             raise StateError("it is cut off")
+        yield view[at : at + count]
         at += count
+
+
+def _extend(before: Future[int] | None, seed: int, piece: bytes | memoryview) -> int:
+    return zlib.crc32(piece, seed if before is None else before.result())
 
 
 def _bytes(tensor: Tensor) -> memoryview:
@@ -182,13 +208,20 @@ def _bytes(tensor: Tensor) -> memoryview:
     return memoryview(content)
 
 
+def _title(name: str, tensor: Tensor) -> bytes:
+    return f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode()
+
+
+def _seed(fingerprint: str, position: int) -> int:
+    return zlib.crc32(f"{fingerprint} {position}".encode())
+
+
 def _checksum(tensors: dict[str, Tensor], fingerprint: str, position: int) -> int:
     """Of everything that the file says: names, types, shapes and contents, in the order of names."""
-    crc = zlib.crc32(f"{fingerprint} {position}".encode())
+    crc = _seed(fingerprint, position)
     for name in sorted(tensors):
-        tensor = tensors[name]
-        crc = zlib.crc32(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode(), crc)
-        crc = zlib.crc32(_bytes(tensor), crc)
+        crc = zlib.crc32(_title(name, tensors[name]), crc)
+        crc = zlib.crc32(_bytes(tensors[name]), crc)
     return crc
 
 

@@ -93,3 +93,37 @@ def test_one_copy_reaches_the_gpu() -> None:
     for name in ("token_ids", "positions", "slots", "cu_seqlens", "has_state", "logit_rows"):
         assert getattr(there, name).device.type == "cuda"
         assert getattr(there, name).tolist() == getattr(here, name).tolist()
+
+
+@given(st.integers(0, 3), PIECES, st.sampled_from([1, 2, 8]), st.booleans())
+def test_pages(num_decode: int, pieces: list[tuple[int, int, int]], page: int, ahead: bool) -> None:
+    """Every token's place, and the table's padding; a step ahead is one position further."""
+    pieces = [] if ahead else pieces
+    if not num_decode and not pieces:
+        return
+    sequences = [sequence(1 + i, 3, 1 + i) for i in range(num_decode)]
+    sequences += [sequence(1 + num_decode + i, sum(piece)) for i, piece in enumerate(pieces)]
+    for s in sequences:
+        s.pages = [100 * s.slot + i for i in range(len(s.token_ids) // page + 2)]
+    chunks = tuple(
+        PrefillChunk(s, start, length, (s,))
+        for s, (start, length, _) in zip(sequences[num_decode:], pieces, strict=True)
+    )
+    unread = torch.arange(num_decode) if ahead else None
+    batch = build(Plan((), tuple(sequences[:num_decode]), chunks), 4, CPU, page, unread).forward
+    spans = [(s.num_computed + ahead, s.num_computed + ahead + 1) for s in sequences[:num_decode]]
+    spans += [(c.start, c.end) for c in chunks]
+    places = [
+        s.pages[at // page] * page + at % page
+        for s, span in zip(sequences, spans, strict=True)
+        for at in range(*span)
+    ]
+    assert batch.kv_rows.tolist() == places
+    assert batch.context_lens.tolist() == [end for _, end in spans]
+    assert batch.max_context == max(end for _, end in spans)
+    for row, s, (_, end) in zip(batch.page_table.tolist(), sequences, spans, strict=True):
+        used = -(-end // page)
+        assert row[:used] == s.pages[:used]
+        assert not any(row[used:])
+    if ahead:
+        assert batch.token_ids is unread

@@ -85,17 +85,16 @@ class _Pages:
         sequences = [*plan.decode, *(chunk.sequence for chunk in plan.prefill)]
         if page_size == 0:
             return _Pages(np.zeros((len(sequences), 0), np.int32), np.zeros(0, np.int64))
-        spans = [(at, at + 1) for at in positions[: len(plan.decode)]]
-        spans += [(chunk.start, chunk.end) for chunk in plan.prefill]
-        widths = [-(-end // page_size) for _, end in spans]
+        ends = [at + 1 for at in positions[: len(plan.decode)]] + [chunk.end for chunk in plan.prefill]
+        widths = [-(-end // page_size) for end in ends]
         table = np.full((len(sequences), max(widths)), SCRATCH_PAGE, np.int32)
-        rows = []
-        for row, (sequence, (start, end)) in enumerate(zip(sequences, spans, strict=True)):
-            assert len(sequence.pages) >= widths[row], (sequence.pages, end, page_size)
-            table[row, : widths[row]] = sequence.pages[: widths[row]]
-            at = np.arange(start, end)
-            rows.append(table[row, at // page_size].astype(np.int64) * page_size + at % page_size)
-        return _Pages(table, np.concatenate(rows))
+        for row, (sequence, width) in enumerate(zip(sequences, widths, strict=True)):
+            assert len(sequence.pages) >= width, (sequence.pages, width, page_size)
+            table[row, :width] = sequence.pages[:width]
+        tokens = [1] * len(plan.decode) + [chunk.length for chunk in plan.prefill]
+        at = np.array(positions)
+        pages = table[np.repeat(np.arange(len(sequences)), tokens), at // page_size]
+        return _Pages(table, pages.astype(np.int64) * page_size + at % page_size)
 
 
 def prefill_part(batch: ForwardBatch) -> ForwardBatch:

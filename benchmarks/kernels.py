@@ -13,6 +13,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,12 @@ from recurra.ops.conv1d import reference as conv_reference
 from recurra.ops.conv1d import triton as conv
 from recurra.ops.norm import reference as norm_reference
 from recurra.ops.norm import triton as norm
+from recurra.ops.replay import triton as replay
 from recurra.ops.rounding import NEAREST, SCALE_DTYPE, SCALED, stochastic
 from recurra.ops.rounding import reference as rounding_reference
 from recurra.ops.ssm import reference, triton_scan, triton_ssd, triton_update
+from recurra.ring import Ring
+from recurra.rounding import Rounding
 from recurra.types import Chunks
 
 GPU = torch.device("cuda")
@@ -221,6 +225,136 @@ def update_rows() -> Iterator[dict[str, Any]]:
         }  # fmt: skip
 
 
+def ring_us(call: Callable[[], Any], steps: int, replays: int = 15) -> float:
+    """Median time of a step over graph replays of ``steps`` steps each, which is a ring's whole cycle."""
+    for _ in range(steps):
+        call()
+    torch.cuda.synchronize()
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(steps):
+            call()
+    times = []
+    for _ in range(replays + 3):
+        begin.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(begin.elapsed_time(end) * 1e3 / steps)
+    return statistics.median(times[3:])
+
+
+REPLAY_FORMATS = (torch.float32, torch.float16, torch.float8_e4m3fn, torch.int8)
+REPLAY_LENGTH = 16
+
+
+@dataclass(frozen=True)
+class ReplayCase:
+    """Checkpoints, empty rings and a step's inputs."""
+
+    pool: Tensor
+    scale: Tensor
+    ring: Ring
+    slots: Tensor
+    inputs: tuple[Tensor, ...]  # x, dt, A, B, C, D, z, dt_bias
+    rounding: Rounding
+
+    @classmethod
+    def draw(cls, S: int, kept: torch.dtype, rounding: Rounding) -> ReplayCase:
+        pool = torch.zeros(S + 1, H, P, N, device=GPU).to(kept)
+        scale = torch.zeros(S + 1, H, P, device=GPU, dtype=SCALE_DTYPE)
+        slots, places = torch.randperm(S, device=GPU).int() + 1, REPLAY_LENGTH + 1
+        for at in range(0, S, 64):
+            part = slots[at : at + 64]
+            rounding_reference.store(
+                pool, scale, part, randn(len(part), H, P, N, dtype=torch.float32), NEAREST
+            )
+        ring = Ring(
+            torch.zeros(S + 1, places, H, P, device=GPU, dtype=torch.bfloat16),
+            torch.zeros(S + 1, places, H, device=GPU),
+            torch.zeros(S + 1, places, G, N, device=GPU, dtype=torch.bfloat16),
+            torch.zeros(S + 1, H, 2, device=GPU, dtype=torch.int32),
+        )
+        A, bias, D = (
+            -torch.rand(H, device=GPU) - 0.02,
+            torch.rand(H, device=GPU) - 4,
+            torch.randn(H, device=GPU),
+        )
+        inputs = (
+            randn(S, H, P),
+            randn(S, H),
+            A,
+            randn(S, G, N),
+            randn(S, G, N),
+            D,
+            randn(S, H, P),
+            bias,
+        )
+        return cls(pool, scale, ring, slots, inputs, rounding)
+
+    def step(self) -> Tensor:
+        return replay.replay_state_update(
+            self.pool, self.ring, *self.inputs, self.slots, state_scale=self.scale, rounding=self.rounding
+        )
+
+    def spread(self) -> None:
+        """Rows at every phase of the ring, as when sequences come and go."""
+        self.ring.at[:, :, 1] = (torch.arange(len(self.slots) + 1, device=GPU) % REPLAY_LENGTH + 1)[:, None]
+
+    def wrong(self) -> float:
+        """Error of ten steps of a few rows before any fold, against the plain update in float64."""
+        few = self.slots[:4]
+        x, dt, A, B, C, D, z, bias = self.inputs
+        wide = [t[:4].double() for t in (x, dt, B, C, z)]
+        scale = self.scale if self.pool.dtype in SCALED else None
+        state = rounding_reference.load(self.pool, scale, few, torch.float64)
+        near, worst = torch.arange(len(few), device=GPU, dtype=torch.int32), 0.0
+        for _ in range(10):
+            exact = reference.selective_state_update(
+                state,
+                wide[0],
+                wide[1],
+                A.double(),
+                wide[2],
+                wide[3],
+                D.double(),
+                wide[4],
+                bias.double(),
+                near,
+            )
+            worst = max(worst, error(self.step()[:4], exact))
+        return worst
+
+
+def replay_rows() -> Iterator[dict[str, Any]]:
+    """Replay decode, mean of a step over the ring: sequences at every phase, and all at one."""
+    cases = [(f, NEAREST) for f in REPLAY_FORMATS]
+    cases += [(f, stochastic(1, GPU)) for f in (torch.float16, torch.int8)]
+    for S in (512, 32, 1):
+        for kept, rounding in cases:
+            case = ReplayCase.draw(S, kept, rounding)
+            wrong = case.wrong()
+            bits = kept.itemsize * N + (SCALE_DTYPE.itemsize if kept in SCALED else 0)
+            entry = 2 * H * P + 4 * H + 2 * G * N  # of the ring
+            # A step reads the checkpoint and half a ring, and a fold reads the rest and writes, once in a ring.
+            ring_bytes = (
+                entry * (REPLAY_LENGTH - 1) / 2
+                + entry
+                + (H * P * bits + REPLAY_LENGTH * entry) / REPLAY_LENGTH
+            )
+            nbytes = S * (H * P * bits + ring_bytes + 2 * (3 * H * P + H + 2 * G * N))
+            for phases in ("spread", "aligned") if S > 1 else ("aligned",):
+                case.ring.at.zero_()
+                if phases == "spread":
+                    case.spread()
+                yield {
+                    "work": f"replay_state_update, {phases} phases", "shape": f"S={S} H={H} P={P} N={N} G={G} L={REPLAY_LENGTH}",
+                    "dtype": f"bf16, state {str(kept)[6:]} {rounding.mode}", "us": ring_us(case.step, REPLAY_LENGTH),
+                    "bytes": int(nbytes), "ops": S * H * P * (2 * N + 2 * REPLAY_LENGTH), "error": wrong,
+                }  # fmt: skip
+
+
 def scan_rows() -> Iterator[dict[str, Any]]:
     """SSD prefill (Mamba-2) at chunks of 64, 128 and 256, and Mamba-1's scan."""
     A, bias, D = -torch.rand(H, device=GPU) - 0.02, torch.rand(H, device=GPU) - 4, torch.randn(H, device=GPU)
@@ -340,7 +474,9 @@ def main() -> None:
     )
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--commit", required=True)
-    parser.add_argument("--only", default="", help="kinds of rows: update, format, scan, other; all if empty")
+    parser.add_argument(
+        "--only", default="", help="kinds of rows: update, format, replay, scan, other; all if empty"
+    )
     options = parser.parse_args()
     torch.manual_seed(0)
     copy = copy_rate()
@@ -348,7 +484,13 @@ def main() -> None:
     product = 2 * 8192**3 / eager_us(lambda: left @ right) / 1e6
     print(f"copy {copy:.2f} TB/s, bf16 product {product:.0f} TFLOP/s")
     rows = []
-    makers = {"update": update_rows, "format": format_rows, "scan": scan_rows, "other": other_rows}
+    makers = {
+        "update": update_rows,
+        "format": format_rows,
+        "replay": replay_rows,
+        "scan": scan_rows,
+        "other": other_rows,
+    }
     wanted = options.only.split(",") if options.only else list(makers)
     for row in (r for name in wanted for r in makers[name]()):
         bound = max(row["bytes"] / copy, row["ops"] / product if "chunk" in row["work"] else 0) / 1e6

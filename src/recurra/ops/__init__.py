@@ -27,6 +27,7 @@ from recurra.ops.linear_attention import LightningAttentionUpdate, LightningAtte
 from recurra.ops.moe import ExpertMLP
 from recurra.ops.norm import RMSNorm, RMSNormGated
 from recurra.ops.registry import BACKENDS, OPERATORS, Choice, choose, lacks, refusal
+from recurra.ops.replay import ReplayFold, ReplayStateUpdate
 from recurra.ops.rg_lru import RGLRUUpdate, RGLRUVarlen
 from recurra.ops.several import CausalConv1dUpdateVarlen, SelectiveStateUpdateVarlen
 from recurra.ops.short_conv import ShortConvUpdate, ShortConvVarlen
@@ -51,6 +52,8 @@ class Ops:
     selective_state_update: SelectiveStateUpdate
     causal_conv1d_update_varlen: CausalConv1dUpdateVarlen
     selective_state_update_varlen: SelectiveStateUpdateVarlen
+    replay_state_update: ReplayStateUpdate
+    replay_fold: ReplayFold
     lightning_attention_varlen: LightningAttentionVarlen
     lightning_attention_update: LightningAttentionUpdate
     gated_delta_rule_varlen: GatedDeltaRuleVarlen

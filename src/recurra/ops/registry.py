@@ -37,6 +37,8 @@ OPERATORS = (
     Operator("selective_state_update", "ssm"),
     Operator("causal_conv1d_update_varlen", "several"),
     Operator("selective_state_update_varlen", "several"),
+    Operator("replay_state_update", "replay"),
+    Operator("replay_fold", "replay"),
     Operator("lightning_attention_varlen", "linear_attention", prefill=True),
     Operator("lightning_attention_update", "linear_attention"),
     Operator("gated_delta_rule_varlen", "delta", prefill=True),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -28,6 +29,16 @@ def _poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("empty", "empty_like", "empty_strided"):
         monkeypatch.setattr(torch, name, _poisoning(getattr(torch, name)))
     monkeypatch.setattr(torch.Tensor, "new_empty", _poisoning(torch.Tensor.new_empty))
+
+
+@pytest.fixture(autouse=True)
+def _quiet_log() -> Iterator[None]:
+    """Commands set the log up for a process of their own; the next test finds it as it was."""
+    log = logging.getLogger("recurra")
+    before = (log.propagate, log.level, list(log.handlers))
+    yield
+    log.propagate, log.handlers[:] = before[0], before[2]
+    log.setLevel(before[1])
 
 
 @pytest.fixture(autouse=True)

@@ -87,6 +87,25 @@ def test_preempted_equals_uninterrupted(hybrid: RealModel, pages: int) -> None:
     assert found == {name: hybrid.greedy(name, COUNT) for name in hybrid.prompts}
 
 
+@pytest.mark.parametrize("pages", [8, 12, 20])
+def test_kept_states_and_running_sequences_share_few_pages(hybrid: RealModel, pages: int) -> None:
+    """Cached texts give their pages up to those that run, and begin others while they last."""
+    engine = make(hybrid, num_kv_pages=pages, max_num_batched_tokens=16, enable_prefix_caching=True)
+    for _ in range(3):
+        done = run(engine, hybrid.prompts, GREEDY)
+        for name in hybrid.prompts:
+            assert done[name].outputs[0].token_ids == hybrid.greedy(name, COUNT), name
+        engine.pages.check()
+        poison(engine)
+    stats = engine.stats()
+    assert stats.preemptions > 0
+    assert stats.states_given_up > 0
+    for _ in range(2):
+        again = run(engine, {"40": hybrid.prompts["40"]}, GREEDY)
+        assert again["40"].outputs[0].token_ids == hybrid.greedy("40", COUNT)
+    assert engine.stats().prefix_hit > stats.prefix_hit
+
+
 def test_drawn_texts_do_not_depend_on_preemption(hybrid: RealModel) -> None:
     params = SamplingParams(seed=4, max_tokens=COUNT, temperature=0.9, ignore_eos=True)
     roomy, tight = make(hybrid), make(hybrid, num_kv_pages=9)

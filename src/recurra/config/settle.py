@@ -186,8 +186,8 @@ def _max_model_len(asked: int | None, hard_limit: int | None) -> int:
         return asked or hard_limit
     if asked is None:
         log.info(
-            "max_model_len is %d: a recurrent model has no limit of its own, so this one is generous; "
-            "set max_model_len to change it",
+            "max_model_len is %d: a recurrent state has no limit of its own, so this one is generous (where "
+            "attention needs pages, what they hold); set max_model_len to change it",
             DEFAULT_MAX_MODEL_LEN,
         )
     return asked or DEFAULT_MAX_MODEL_LEN

@@ -22,6 +22,7 @@ from recurra.ops.rounding.cpu_rows import (
     call_open,
     element_bytes,
 )
+from recurra.types import SCRATCH_SLOT
 
 KINDS = {
     torch.float32: F32,
@@ -120,7 +121,12 @@ class States:
 
     def commit(self, cu_seqlens: Tensor) -> None:
         """Write the copies' content to the states; sequences without a token are left alone."""
-        if self.rows is not self.target:
+        if self.rows is self.target:
+            return
+        if not self.target[0].is_contiguous():
+            kept = (cu_seqlens.diff() > 0) & (self.target_slots > SCRATCH_SLOT)
+            self.target[self.target_slots[kept].long()] = self.rows[kept]
+        else:
             bounds = cu_seqlens.to(torch.int32).contiguous()
             store_states(self.target, self.scale, self.target_slots, self.rows, bounds, self.rounding)
 
@@ -169,6 +175,8 @@ def store_states(
 def plain_states(state: Tensor, scale: Tensor | None, slots: Tensor, rounding: Rounding = NEAREST) -> States:
     """Float32 states in place; narrower ones widened into a copy that is rounded once, at the end.
 
+    Float32 states that are not contiguous within a slot are copied too, and copied back.
+
     Raises:
         ConfigError: states in a dtype that they aren't kept in.
     """
@@ -176,6 +184,8 @@ def plain_states(state: Tensor, scale: Tensor | None, slots: Tensor, rounding: R
     slots = slots.to(torch.int32).contiguous()
     if state.dtype == torch.float32 and state[0].is_contiguous():
         return States(state, slots, state, scale, slots, rounding)
-    assert state[0].is_contiguous(), state.stride()
     near = torch.arange(slots.shape[0], dtype=torch.int32)
+    if state.dtype == torch.float32:  # rows that kernels can't walk
+        return States(state[slots.long()].contiguous(), near, state, scale, slots, rounding)
+    assert state[0].is_contiguous(), state.stride()
     return States(widen_states(state, scale, slots), near, state, scale, slots, rounding)

@@ -1,4 +1,6 @@
-"""Mamba-2's chunked scan (SSD) on GPUs, in three kernels.
+"""Mamba-2's chunked scan (SSD) on GPUs: the operator, and its three kernels for float32 activations.
+
+Those for 16 bits are in :mod:`recurra.ops.ssm.triton_ssd_half`.
 
 With c[t] the sum of ``dt * A`` from a chunk's first token to t (included), and S the state before it:
 
@@ -6,11 +8,11 @@ With c[t] the sum of ``dt * A`` from a chunk's first token to t (included), and 
     S'   = exp(c[last]) * S + sum over k of exp(c[last] - c[k]) * dt[k] * x[k] (outer) B[k]
 
 1. steps: dt and c of every token and head.
-2. states: a program carries a tile of one head's state over one sequence, in registers and float32, and
-   leaves the state before each chunk in memory, in the activations' dtype (in which it is multiplied).
+2. states: a program carries a tile of one head's state over one sequence, in registers, and
+   leaves the state before each chunk in memory.
 3. outputs: all chunks at once.
 
-c is a long sum whose differences matter, so float32 models keep it as a sum of two floats.
+c is a long sum whose differences matter: it is kept as a sum of two floats.
 Source: Mamba-2 (Dao and Gu, 2024), section 6.
 """
 
@@ -24,7 +26,8 @@ import triton.language as tl
 from torch import Tensor
 
 from recurra.ops.rounding import NEAREST, Rounding
-from recurra.ops.rounding.triton import plain_states
+from recurra.ops.rounding.triton import States, plain_states
+from recurra.ops.ssm import triton_ssd_half as half
 from recurra.ops.triton_math import step_size
 from recurra.types import Chunks
 
@@ -53,7 +56,6 @@ def _steps_kernel(
     HAS_BIAS: tl.constexpr,
     SOFTPLUS: tl.constexpr,
     LIMITED: tl.constexpr,
-    EXACT: tl.constexpr,
     BQ: tl.constexpr,
     BH: tl.constexpr,
 ):
@@ -71,13 +73,10 @@ def _steps_kernel(
     product = tl.where(ok, step * tl.load(A + h, mask=h_ok, other=0.0)[None, :], 0.0)
     at = h[None, :].to(tl.int64) * tokens + t[:, None]
     tl.store(steps + at, step, mask=ok)
-    if EXACT:
-        total = tl.cumsum(product.to(tl.float64), axis=0)
-        head = total.to(tl.float32)
-        tl.store(sums + at, head, mask=ok)
-        tl.store(tails + at, (total - head.to(tl.float64)).to(tl.float32), mask=ok)
-    else:
-        tl.store(sums + at, tl.cumsum(product, axis=0), mask=ok)
+    total = tl.cumsum(product.to(tl.float64), axis=0)
+    head = total.to(tl.float32)
+    tl.store(sums + at, head, mask=ok)
+    tl.store(tails + at, (total - head.to(tl.float64)).to(tl.float32), mask=ok)
 
 
 @triton.jit(
@@ -107,8 +106,6 @@ def _states_kernel(
     N: tl.constexpr,
     HEADS_A_GROUP: tl.constexpr,
     Q: tl.constexpr,
-    EXACT: tl.constexpr,
-    PRECISION: tl.constexpr,
     BT: tl.constexpr,
     BP: tl.constexpr,
     BN: tl.constexpr,
@@ -151,10 +148,9 @@ def _states_kernel(
         previous = tl.load(sums + by_head + start - 1, mask=part > 0, other=0.0)
         to_end = last - tl.load(sums + by_head + t, mask=t_ok, other=0.0)
         whole = last - previous
-        if EXACT:
-            last_tail = tl.load(tails + by_head + stop - 1)
-            to_end += last_tail - tl.load(tails + by_head + t, mask=t_ok, other=0.0)
-            whole += last_tail - tl.load(tails + by_head + start - 1, mask=part > 0, other=0.0)
+        last_tail = tl.load(tails + by_head + stop - 1)
+        to_end += last_tail - tl.load(tails + by_head + t, mask=t_ok, other=0.0)
+        whole += last_tail - tl.load(tails + by_head + start - 1, mask=part > 0, other=0.0)
         weight = tl.exp(to_end) * tl.load(steps + by_head + t, mask=t_ok, other=0.0)
         # 64-bit offsets stay scalar: inside a tile 32 bits suffice, at half the registers.
         x_at = x + start * x_row + h * x_head
@@ -164,7 +160,7 @@ def _states_kernel(
         )
         b = tl.load(b_at + (i_t[:, None] * b_row + n[None, :]), mask=t_ok[:, None] & n_ok[None, :], other=0.0)
         weighted = (xt.to(tl.float32) * weight[None, :]).to(b.dtype)
-        acc = tl.dot(weighted, b, acc * tl.exp(whole), input_precision=PRECISION)
+        acc = tl.dot(weighted, b, acc * tl.exp(whole), input_precision="ieee")
     tl.store(slot_at + inner, acc.to(ssm_state.dtype.element_ty), mask=ok)
 
 
@@ -201,8 +197,6 @@ def _outputs_kernel(
     N: tl.constexpr,
     HEADS_A_GROUP: tl.constexpr,
     HAS_D: tl.constexpr,
-    EXACT: tl.constexpr,
-    PRECISION: tl.constexpr,
     TILES: tl.constexpr,  # pieces of BT rows in a chunk
     BT: tl.constexpr,
     BP: tl.constexpr,
@@ -239,7 +233,7 @@ def _outputs_kernel(
             n_ok = n0 + n < N
             c = tl.load(c_base + (c_inner + n0), mask=m_ok[:, None] & n_ok[None, :], other=0.0)
             s = tl.load(s_base + (s_inner + n0), mask=n_ok[:, None] & p_ok[None, :], other=0.0)
-            acc = tl.dot(c, s.to(c.dtype), acc, input_precision=PRECISION)
+            acc = tl.dot(c, s.to(c.dtype), acc, input_precision="ieee")
         acc *= tl.exp(c_sum)[:, None]
 
     for k0 in range(0, tl.minimum((tile + 1) * BT, length), BT):
@@ -251,16 +245,15 @@ def _outputs_kernel(
             n_ok = n0 + n < N
             c = tl.load(c_base + (c_inner + n0), mask=m_ok[:, None] & n_ok[None, :], other=0.0)
             b = tl.load(b_base + (b_inner + n0), mask=n_ok[:, None] & k_ok[None, :], other=0.0)
-            scores = tl.dot(c, b, scores, input_precision=PRECISION)
+            scores = tl.dot(c, b, scores, input_precision="ieee")
         between = c_sum[:, None] - tl.load(sums + by_head + k, mask=k_ok, other=0.0)[None, :]
-        if EXACT:
-            c_tail = tl.load(tails + by_head + m, mask=m_ok, other=0.0)
-            between += c_tail[:, None] - tl.load(tails + by_head + k, mask=k_ok, other=0.0)[None, :]
+        c_tail = tl.load(tails + by_head + m, mask=m_ok, other=0.0)
+        between += c_tail[:, None] - tl.load(tails + by_head + k, mask=k_ok, other=0.0)[None, :]
         step = tl.load(steps + by_head + k, mask=k_ok, other=0.0)
         past = (m[:, None] >= k[None, :]) & m_ok[:, None]
         weight = tl.where(past, tl.exp(tl.minimum(between, 0.0)) * step[None, :], 0.0)
         xk = tl.load(x_at + (k[:, None] * x_row + p[None, :]), mask=k_ok[:, None] & p_ok[None, :], other=0.0)
-        acc = tl.dot((scores * weight).to(xk.dtype), xk, acc, input_precision=PRECISION)
+        acc = tl.dot((scores * weight).to(xk.dtype), xk, acc, input_precision="ieee")
 
     ok = m_ok[:, None] & p_ok[None, :]
     if HAS_D:
@@ -273,34 +266,23 @@ def _outputs_kernel(
 
 @dataclass(frozen=True, slots=True)
 class _Tiles:
-    """Block sizes: tokens, head dim, state columns of the states and of the outputs kernel; exactness.
+    """Block sizes: tokens, head dim, state columns of the states and of the outputs kernel.
 
-    Sums over tokens or columns are tensor-core products in 16 bits, always in blocks of 64 (or 128
-    columns): narrower ones waste less on odd shapes, but Triton 3.6 compiled a head-dim block of 32 with
-    256 columns into wrong answers on an H200, so only blocks that were held against float64 are used.
-    In float32 they are ordinary multiplications (tf32 would cost three digits), for which smaller tiles
-    compile and run better.
+    The products are ordinary multiplications (tf32 would cost three digits), for which small tiles compile
+    and run best.
     """
 
     tokens: int
     dim: int
     state: int
     inner: int
-    exact: bool
 
     @classmethod
-    def choose(cls, dtype: torch.dtype, chunk: int, head_dim: int, state_size: int) -> _Tiles:
-        if dtype != torch.float32:
-            return cls(64, 64, 64, 64 if state_size <= 64 else 128, False)
-
+    def choose(cls, chunk: int, head_dim: int, state_size: int) -> _Tiles:
         def fit(size: int, most: int) -> int:
             return min(max(16, int(triton.next_power_of_2(size))), most)
 
-        return cls(fit(chunk, 32), fit(head_dim, 32), fit(state_size, 32), fit(state_size, 64), True)
-
-    @property
-    def precision(self) -> str:
-        return "ieee" if self.exact else "tf32"
+        return cls(fit(chunk, 32), fit(head_dim, 32), fit(state_size, 32), fit(state_size, 64))
 
 
 def mamba_chunk_scan_varlen(
@@ -340,29 +322,60 @@ def mamba_chunk_scan_varlen(
     num_chunks = chunks.seq.shape[0]
     if num_chunks == 0:
         return out
-    tiles = _Tiles.choose(x.dtype, chunks.size, dim, state_size)
+    states = plain_states(ssm_state, state_scale, slots, has_state, rounding)
+    if x.dtype == torch.float32:
+        _scan(
+            x, dt, A, B, C, D, dt_bias, out, states, cu_seqlens, has_state, chunks, dt_softplus, dt_limit
+        )  # fmt: skip
+    else:
+        half.scan(
+            x, dt, A, B, C, D, dt_bias, out, states, cu_seqlens, has_state, chunks, dt_softplus, dt_limit
+        )  # fmt: skip
+    states.commit(cu_seqlens)
+    return out
+
+
+def _scan(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None,
+    dt_bias: Tensor | None,
+    out: Tensor,
+    states: States,
+    cu_seqlens: Tensor,
+    has_state: Tensor,
+    chunks: Chunks,
+    dt_softplus: bool,
+    dt_limit: tuple[float, float],
+) -> None:
+    """The scan in float32, of at least one chunk."""
+    tokens, heads, dim = x.shape
+    groups, state_size = B.shape[1:]
+    num_chunks = chunks.seq.shape[0]
+    tiles = _Tiles.choose(chunks.size, dim, state_size)
     # Apart, so that each starts at an aligned address whatever the number of tokens: alignment is part of
     # the key by which kernels are compiled.
     steps = torch.empty((heads, tokens), dtype=torch.float32, device=x.device)
     sums = torch.empty_like(steps)
-    tails = torch.empty_like(sums) if tiles.exact else sums
+    tails = torch.empty_like(sums)
     before = torch.empty((num_chunks, heads, dim, state_size), dtype=x.dtype, device=x.device)
     skip = A if D is None else D
-    states = plain_states(ssm_state, state_scale, slots, has_state, rounding)
     with torch.cuda.device_of(x):
         _steps_kernel[(num_chunks * triton.cdiv(heads, 16),)](
             dt, A, A if dt_bias is None else dt_bias, steps, sums, tails, chunks.start, chunks.length, tokens,
             *dt_limit, dt.stride(0), dt.stride(1),
             H=heads, HAS_BIAS=dt_bias is not None, SOFTPLUS=dt_softplus, LIMITED=dt_limit != _NO_LIMIT,
-            EXACT=tiles.exact, BQ=triton.next_power_of_2(chunks.size), BH=16, num_warps=4,
+            BQ=triton.next_power_of_2(chunks.size), BH=16, num_warps=4,
         )  # fmt: skip
         dim_blocks = triton.cdiv(dim, tiles.dim)
-        programs = slots.shape[0] * heads * dim_blocks * triton.cdiv(state_size, tiles.state)
+        programs = states.slots.shape[0] * heads * dim_blocks * triton.cdiv(state_size, tiles.state)
         _states_kernel[(programs,)](
             x, B, steps, sums, tails, states.rows, before, cu_seqlens, states.slots, has_state, chunks.cu_chunks,
             tokens, x.stride(0), x.stride(1), B.stride(0), B.stride(1), states.rows.stride(0),
-            H=heads, P=dim, N=state_size, HEADS_A_GROUP=heads // groups, Q=chunks.size, EXACT=tiles.exact,
-            PRECISION=tiles.precision, BT=tiles.tokens, BP=tiles.dim, BN=tiles.state,
+            H=heads, P=dim, N=state_size, HEADS_A_GROUP=heads // groups, Q=chunks.size, BT=tiles.tokens, BP=tiles.dim, BN=tiles.state,
             num_warps=4, num_stages=2,
         )  # fmt: skip
         pieces = triton.cdiv(chunks.size, tiles.tokens)
@@ -372,8 +385,6 @@ def mamba_chunk_scan_varlen(
             x.stride(0), x.stride(1), B.stride(0), B.stride(1), C.stride(0), C.stride(1),
             skip.stride(0), skip.stride(1) if skip.dim() == 2 else 0,
             H=heads, P=dim, N=state_size, HEADS_A_GROUP=heads // groups, HAS_D=D is not None,
-            EXACT=tiles.exact, PRECISION=tiles.precision, TILES=pieces, BT=tiles.tokens, BP=tiles.dim,
+            TILES=pieces, BT=tiles.tokens, BP=tiles.dim,
             BN=tiles.inner, num_warps=4, num_stages=2,
         )  # fmt: skip
-    states.commit(cu_seqlens)
-    return out

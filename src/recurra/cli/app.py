@@ -30,7 +30,11 @@ _BENCHES = (
     ("throughput", "bench_load:throughput", "Tokens a second of many requests at once."),
     ("serve", "bench_load:serve", "A running server under requests that arrive at a rate."),
     ("prefix", "bench:prefix", "What kept states spare, on conversations like those that servers see."),
-    ("kernels", "bench_kernels:kernels", "The operators: right to float64, and how near the machine's ceilings."),
+    (
+        "kernels",
+        "bench_kernels:kernels",
+        "The operators: right to float64, and how near the machine's ceilings.",
+    ),
 )
 
 

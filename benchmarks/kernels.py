@@ -274,7 +274,7 @@ class ReplayCase:
             torch.zeros(S + 1, places, H, P, device=GPU, dtype=torch.bfloat16),
             torch.zeros(S + 1, places, H, device=GPU),
             torch.zeros(S + 1, places, G, N, device=GPU, dtype=torch.bfloat16),
-            torch.zeros(S + 1, H, 2, device=GPU, dtype=torch.int32),
+            torch.zeros(S + 1, G, 2, device=GPU, dtype=torch.int32),
         )
         A, bias, D = (
             -torch.rand(H, device=GPU) - 0.02,

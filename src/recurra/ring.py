@@ -12,8 +12,8 @@ class Ring(NamedTuple):
 
     x: (slots, R, H, P); dt: (slots, R, H) float32, the steps themselves (bias, softplus and bounds applied);
     B: (slots, R, G, N). Each slot's part is contiguous.
-    at: (slots, H, 2) int32: the place of the oldest entry, and how many there are. The same for every head: each has its
-        own, so that it can be moved on by the one program that reads it.
+    at: (slots, G, 2) int32: the place of the oldest entry, and how many there are. The same for every group: each has
+        its own, so that it can be moved on by the one program that reads it.
     """
 
     x: Tensor

@@ -54,7 +54,7 @@ class Memory:
             torch.full((total, places, heads, dim), float("nan"), **poison),
             torch.full((total, places, heads), float("nan"), device=device, dtype=case.A.dtype),
             torch.full((total, places, groups, size), float("nan"), **poison),
-            torch.full((total, heads, 2), -(2**30), dtype=torch.int32, device=device),
+            torch.full((total, groups, 2), -(2**30), dtype=torch.int32, device=device),
         )
         shape = (total, heads, dim, size)
         filler = 77 if precision.state == torch.int8 else float("nan")

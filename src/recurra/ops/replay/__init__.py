@@ -40,7 +40,7 @@ def check_ring(ring: Ring, ssm_state: Tensor, window: int) -> int:
     assert ring.x.shape == (slots, places, heads, dim), (ring.x.shape, ssm_state.shape)
     assert ring.dt.shape == (slots, places, heads), (ring.dt.shape, ssm_state.shape)
     assert ring.B.shape == (slots, places, groups, state_size), (ring.B.shape, ssm_state.shape)
-    assert ring.at.shape == (slots, heads, 2), (ring.at.shape, ssm_state.shape)
+    assert ring.at.shape == (slots, groups, 2), (ring.at.shape, ssm_state.shape)
     assert heads % groups == 0, (heads, groups)
     for name, tensor in ring._asdict().items():
         assert tensor[0].is_contiguous(), f"ring.{name}: strides {tensor.stride()}"

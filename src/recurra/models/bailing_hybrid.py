@@ -1,25 +1,21 @@
 """Ling (BailingHybrid): Kimi delta attention with bounded decay, latent attention with gates, and many experts.
 
 One layer in a group attends, the others are Kimi delta attention; the first layers have an MLP, the later ones experts
-chosen by sigmoid scores within the best groups, beside one that all tokens pass. Source: Ling (Ant Group, 2025).
+chosen by sigmoid scores within the best groups, beside one that all tokens pass. The layers are Kimi Linear's
+(:mod:`recurra.models.kimi_linear`), with other numbers and names. Source: Ling (Ant Group, 2025).
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
-from torch import nn
-
-from recurra.layers.delta import DeltaSizes, KimiDeltaAttention
-from recurra.layers.latent import LatentAttention, LatentSizes
-from recurra.layers.mlp import ACTIVATIONS, GatedMLP
-from recurra.layers.moe import MoE, MoESizes, Routing
-from recurra.layers.norm import RMSNorm
+from recurra.layers.delta import DeltaSizes
+from recurra.layers.latent import LatentSizes
+from recurra.layers.mlp import ACTIVATIONS
 from recurra.models.config import Fields, Layout, ModelConfig
-from recurra.models.family import Build, Family
-from recurra.models.hybrid import TIED, Block, HybridLM, outer_entries
-from recurra.models.kimi_linear import adapt
+from recurra.models.family import Family
+from recurra.models.hybrid import TIED, outer_entries
+from recurra.models.kimi_linear import KimiSizes, adapt, build, read_experts
 from recurra.models.maps import (
     delta_entries,
     expert_entries,
@@ -35,27 +31,7 @@ from recurra.models.weights import Entry, Map, draw_ones, draw_zeros
 _LATENT_EPS = 1e-6
 
 
-@dataclass(frozen=True, slots=True)
-class BailingSizes:
-    """Numbers of all layers.
-
-    Attributes:
-        attends: for each layer, whether it attends; the others are Kimi delta attention.
-        sparse: for each layer, whether it has experts; the others have an MLP.
-        inner: of the MLP; ``shared_inner`` of the experts that all tokens pass, together.
-    """
-
-    attends: tuple[bool, ...]
-    sparse: tuple[bool, ...]
-    attention: LatentSizes
-    delta: DeltaSizes
-    experts: MoESizes
-    inner: int
-    shared_inner: int
-    activation: str
-
-
-def read(fields: Fields) -> BailingSizes:
+def read(fields: Fields) -> KimiSizes:
     """Numbers from transformers' ``BailingHybridConfig``.
 
     Raises:
@@ -65,8 +41,8 @@ def read(fields: Fields) -> BailingSizes:
     fields.only({"num_key_value_heads": (heads,)})
     group, dense = fields.whole("layer_group_size", 6), fields.whole("first_k_dense_replace", 2, least=0)
     kinds = fields.raw.get("layer_types"), fields.raw.get("mlp_layer_types")
-    experts = _read_experts(fields)
-    return BailingSizes(
+    experts = read_experts(fields, inner=768, num_experts=512, scale=2.5, groups=8, groups_kept=4)
+    return KimiSizes(
         attends=tuple((i + 1) % group == 0 for i in range(layers))
         if kinds[0] is None
         else tuple(KINDS[kind] for kind in fields.choices("layer_types", KINDS, layers)),
@@ -125,55 +101,10 @@ def _read_delta(fields: Fields, heads: int) -> DeltaSizes:
     )
 
 
-def _read_experts(fields: Fields) -> MoESizes:
-    return MoESizes(
-        hidden=fields.whole("hidden_size"),
-        inner=fields.whole("moe_intermediate_size", 768),
-        num_experts=fields.whole("num_local_experts", 512),
-        routing=Routing(
-            fields.whole("num_experts_per_tok", 8),
-            score="sigmoid",
-            renormalise=fields.flag("norm_topk_prob", True),
-            eps=1e-20,
-            scale=fields.number("routed_scaling_factor", 2.5),
-            groups=fields.whole("n_group", 8),
-            groups_kept=fields.whole("topk_group", 4),
-        ),
-        activation=fields.choice("hidden_act", ACTIVATIONS, "silu"),
-        has_bias=True,
-    )
-
-
-def build(config: ModelConfig, parts: Build) -> HybridLM:
-    """Every layer: a mixer, then experts or an MLP, each behind a norm."""
-    sizes, tools, width = config.sizes, parts.tools, config.hidden_size
-    assert isinstance(sizes, BailingSizes)
-
-    def dense(inner: int) -> GatedMLP:
-        return GatedMLP(width, inner, activation=sizes.activation, bias=False, **tools)
-
-    def mixer(attends: bool) -> nn.Module:
-        if attends:
-            return LatentAttention(sizes.attention, **tools)
-        return KimiDeltaAttention(sizes.delta, **tools)
-
-    def block(attends: bool, sparse: bool) -> Block:
-        shared = dense(sizes.shared_inner) if sparse else None
-        return Block(
-            parts.dtypes.act,
-            norm=RMSNorm(width, config.norm_eps, **tools),
-            mixer=mixer(attends),
-            mlp_norm=RMSNorm(width, config.norm_eps, **tools),
-            mlp=MoE(sizes.experts, shared=shared, **tools) if sparse else dense(sizes.inner),
-        )
-
-    return HybridLM(config, map(block, sizes.attends, sizes.sparse), parts)
-
-
 def entries(config: ModelConfig) -> Map:
     """As transformers names it; the published names become these (see :data:`BAILING_HYBRID`)."""
     sizes = config.sizes
-    assert isinstance(sizes, BailingSizes)
+    assert isinstance(sizes, KimiSizes)
     layer, mixer, mlp = "model.layers.{i}", "layers.{i}.mixer", "layers.{i}.mlp"
     names = ("q_proj", "k_proj", "v_proj", "f_proj", "g_proj", "b_proj")
     d = sizes.delta

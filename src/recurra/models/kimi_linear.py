@@ -85,7 +85,7 @@ def read(fields: Fields) -> KimiSizes:
             "num_key_value_heads": (fields.whole("num_attention_heads"),),
         }
     )
-    experts = _read_experts(fields)
+    experts = read_experts(fields)
     return KimiSizes(
         attends=_read_kinds(fields),
         sparse=_read_sparse(fields),
@@ -154,19 +154,28 @@ def _read_delta(fields: Fields) -> DeltaSizes:
     )
 
 
-def _read_experts(fields: Fields) -> MoESizes:
+def read_experts(
+    fields: Fields,
+    *,
+    inner: int = 1024,
+    num_experts: int = 256,
+    scale: float = 2.446,
+    groups: int = 1,
+    groups_kept: int = 1,
+) -> MoESizes:
+    """Experts chosen by sigmoid scores with a bias for the choice; the arguments are a family's defaults."""
     return MoESizes(
         hidden=fields.whole("hidden_size"),
-        inner=fields.whole("moe_intermediate_size", 1024),
-        num_experts=fields.whole("num_local_experts", 256),
+        inner=fields.whole("moe_intermediate_size", inner),
+        num_experts=fields.whole("num_local_experts", num_experts),
         routing=Routing(
             fields.whole("num_experts_per_tok", 8),
             score="sigmoid",
             renormalise=fields.flag("norm_topk_prob", True),
             eps=1e-20,
-            scale=fields.number("routed_scaling_factor", 2.446),
-            groups=fields.whole("n_group", 1),
-            groups_kept=fields.whole("topk_group", 1),
+            scale=fields.number("routed_scaling_factor", scale),
+            groups=fields.whole("n_group", groups),
+            groups_kept=fields.whole("topk_group", groups_kept),
         ),
         activation=fields.choice("hidden_act", ACTIVATIONS, "silu"),
         has_bias=True,
